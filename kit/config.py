@@ -1,0 +1,168 @@
+"""Configuration that forgives nothing: unknown keys are refused, all faults are told at once.
+
+`load` reads a YAML file into a model and names the line of each fault. Numbers such as `1e-6`,
+which YAML 1.1 takes for strings, are numbers here.
+"""
+
+import difflib
+import re
+from collections.abc import Hashable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pydantic
+import yaml
+
+from kit.errors import ConfigError
+
+Location = tuple[str | int, ...]
+
+
+class Config(pydantic.BaseModel):
+    """Base of every configuration: no unknown key, no change after it is built."""
+
+    model_config = pydantic.ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True
+    )
+
+
+ConfigT = TypeVar("ConfigT", bound=pydantic.BaseModel)
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that reads YAML 1.2 floats and refuses a key that is given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in seen and key != "<<":
+                raise yaml.MarkedYAMLError(
+                    problem=f"key `{key}` is given twice", problem_mark=key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"""^(?:[-+]?(?:\d[\d_]*)\.[\d_]*(?:[eE][-+]?\d+)?
+        |[-+]?\d[\d_]*[eE][-+]?\d+
+        |\.[\d_]+(?:[eE][-+]?\d+)?
+        |[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$""",
+        re.VERBOSE,
+    ),
+    list("-+0123456789."),
+)
+
+
+def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Location, int]]:
+    """Return the mapping in `path` and the line of every key and item in it."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"There is no file `{path}`", hint="Check the path, or run from the project's root"
+        ) from None
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(
+            f"`{path}` cannot be read: {exc}", hint="Give a YAML file that you may read"
+        ) from exc
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        data = loader.construct_document(node) if node is not None else {}
+    except yaml.YAMLError as exc:
+        mark = getattr(exc, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else str(path)
+        problem = getattr(exc, "problem", None) or str(exc)
+        raise ConfigError(f"`{where}` is not valid YAML: {problem}", hint="Mend that line") from exc
+    if not isinstance(data, dict):
+        raise ConfigError(
+            f"`{path}` holds no mapping at its top level", hint="Write `key: value` lines"
+        )
+    return data, dict(_lines(node)) if node is not None else {}
+
+
+def _lines(node: yaml.Node, at: Location = ()) -> Iterable[tuple[Location, int]]:
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            place = (*at, key.value)
+            yield place, key.start_mark.line + 1
+            yield from _lines(value, place)
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            place = (*at, index)
+            yield place, value.start_mark.line + 1
+            yield from _lines(value, place)
+
+
+def load(model: type[ConfigT], path: Path) -> ConfigT:
+    """Read `path` into `model`, or raise one error that lists every fault with its line."""
+    data, lines = read_yaml(path)
+    return validate(model, data, source=str(path), lines=lines)
+
+
+def validate(
+    model: type[ConfigT],
+    data: Any,
+    *,
+    source: str,
+    lines: dict[Location, int] | None = None,
+) -> ConfigT:
+    """Build `model` from `data`; `source` names where the data came from in the error."""
+    try:
+        return model.model_validate(data)
+    except pydantic.ValidationError as exc:
+        raise faults(exc, model, source=source, lines=lines or {}) from exc
+
+
+def faults(
+    exc: pydantic.ValidationError,
+    model: type[pydantic.BaseModel],
+    *,
+    source: str,
+    lines: dict[Location, int],
+) -> ConfigError:
+    """Say all of pydantic's complaints in our words, nearest right name included."""
+    told = []
+    for error in exc.errors(include_url=False):
+        place = tuple(error["loc"])
+        name = ".".join(str(part) for part in place) or "the whole file"
+        line = _nearest_line(place, lines)
+        if error["type"] == "extra_forbidden":
+            what = "is not a setting" + _suggestion(model, place)
+        elif error["type"] == "missing":
+            what = "is required"
+        else:
+            what = f"{error['msg'][0].lower()}{error['msg'][1:]} (got `{error['input']!r}`)"
+        told.append((f"line {line}: " if line else "") + f"`{name}` {what}")
+    return ConfigError(
+        f"`{source}` has {len(told)} fault{'s' * (len(told) > 1)}: " + "; ".join(told),
+        hint=f"Mend {'them' if len(told) > 1 else 'it'} and try again",
+    )
+
+
+def _nearest_line(place: Location, lines: dict[Location, int]) -> int | None:
+    while place:
+        if place in lines:
+            return lines[place]
+        place = place[:-1]
+    return None
+
+
+def _suggestion(model: type[pydantic.BaseModel], place: Location) -> str:
+    known = model
+    for part in place[:-1]:
+        field = known.model_fields.get(str(part))
+        if not (
+            field
+            and isinstance(field.annotation, type)
+            and issubclass(field.annotation, pydantic.BaseModel)
+        ):
+            return ""
+        known = field.annotation
+    names = [field.alias or name for name, field in known.model_fields.items()]
+    near = difflib.get_close_matches(str(place[-1]), names, n=1)
+    return f", did you mean `{near[0]}`?" if near else ""

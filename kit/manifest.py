@@ -1,0 +1,51 @@
+"""`manifest.json`: the sha256 of every file of a checkpoint, and what the checkpoint is.
+
+The server writes one, the launcher checks it after a pull; both through this module.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+MANIFEST = "manifest.json"
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_manifest(directory: Path, about: dict[str, Any]) -> None:
+    """Describe every file under `directory`; `about` holds step, parent, config and the like."""
+    files = {
+        str(path.relative_to(directory)): {"sha256": sha256(path), "bytes": path.stat().st_size}
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and path.name != MANIFEST
+    }
+    text = json.dumps({**about, "files": files}, indent=2, sort_keys=True)
+    (directory / MANIFEST).write_text(text + "\n", encoding="utf-8")
+
+
+def read_manifest(directory: Path) -> dict[str, Any] | None:
+    """The manifest of `directory`, or None when it is absent or not a manifest."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return manifest if isinstance(manifest, dict) and "files" in manifest else None
+
+
+def damage(directory: Path) -> list[str]:
+    """What is wrong with the files of `directory`, a sentence each; empty when all match."""
+    manifest = read_manifest(directory)
+    if manifest is None:
+        return [f"`{directory}` has no readable `{MANIFEST}`"]
+    found = []
+    for name, entry in manifest["files"].items():
+        path = directory / name
+        if not path.is_file():
+            found.append(f"`{path}` is missing")
+        elif path.stat().st_size != entry["bytes"] or sha256(path) != entry["sha256"]:
+            found.append(f"`{path}` does not match its sha256")
+    return found

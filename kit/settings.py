@@ -1,0 +1,71 @@
+"""Settings from everywhere: flag > environment > `.env` > file > default.
+
+A settings model is a `Config` whose fields carry `Env("NAME")`; `gather` builds it.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import dotenv
+
+from kit.config import Config, validate
+from kit.errors import ConfigError
+
+ENV_FILE = Path(".env")
+
+
+@dataclass(frozen=True)
+class Env:
+    """Names the environment variable of a field: `field: Annotated[str, Env("NAME")]`."""
+
+    name: str
+
+
+SettingsT = TypeVar("SettingsT", bound=Config)
+
+
+def variables(model: type[Config]) -> dict[str, str]:
+    """Environment variable of each field that has one: `{"base_model": "BASE_MODEL"}`."""
+    return {
+        name: mark.name
+        for name, field in model.model_fields.items()
+        for mark in field.metadata
+        if isinstance(mark, Env)
+    }
+
+
+def read_env_file(path: Path | None) -> dict[str, str]:
+    """The variables in `path`; `.env` when None. A file that was named must exist."""
+    if path is None:
+        path = ENV_FILE
+        if not path.is_file():
+            return {}
+    elif not path.is_file():
+        # python-dotenv gives {} for an absent file, and a run would start without its keys.
+        raise ConfigError(
+            f"There is no env file `{path}`", hint="Copy `.env.example` to it and fill it in"
+        )
+    values = dotenv.dotenv_values(path)
+    return {name: value for name, value in values.items() if value}
+
+
+def gather(
+    model: type[SettingsT],
+    *,
+    flags: Mapping[str, Any] | None = None,
+    env_file: Path | None = None,
+    file: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> SettingsT:
+    """Build `model`. A flag of None and an empty variable count as not given."""
+    environment = os.environ if environment is None else environment
+    dotenv_file = read_env_file(env_file)
+    values: dict[str, Any] = dict(file or {})
+    for field, variable in variables(model).items():
+        if given := environment.get(variable) or dotenv_file.get(variable):
+            values[field] = given
+    values.update({name: value for name, value in (flags or {}).items() if value is not None})
+    return validate(model, values, source="settings")

@@ -1,0 +1,212 @@
+"""How the server talks to its worker processes: JSON lines over a socket pair.
+
+A call is `{"id", "method", "params"}`; its answers are any number of `{"id", "row"}`, then one
+`{"id", "done"}` or `{"id", "error"}`. The worker's stdout and stderr go to its log file, so
+that nothing a library prints can be taken for an answer.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from kit.errors import KitError
+from trainer import errors
+from trainer.errors import WorkerDied
+
+logger = logging.getLogger(__name__)
+FD_VARIABLE = "ART_CHANNEL_FD"
+LIMIT = 1 << 30  # bytes in one line: a train request holds every trajectory of a step
+Json = dict[str, Any]
+
+
+class Worker:
+    """A child process and the calls to it. Starting it is `start`; a dead one raises WorkerDied."""
+
+    def __init__(self, name: str, module: str, arguments: list[str], *, log: Path) -> None:
+        self.name = name
+        self.log = log
+        self._command = [sys.executable, "-m", module, *arguments]
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._answers: dict[int, asyncio.Queue[Json]] = {}
+        self._next_id = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self) -> None:
+        """Start the process and wait until it says it is ready."""
+        ours, theirs = socket.socketpair()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with theirs, self.log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                env={**os.environ, FD_VARIABLE: str(theirs.fileno())},
+            )
+        reader, self._writer = await asyncio.open_connection(sock=ours, limit=LIMIT)
+        self._tasks = [asyncio.create_task(self._read(reader))]
+        logger.info("%s started (pid %s)", self.name, self._process.pid)
+        await self.call("ready")
+
+    async def call(self, method: str, **params: Any) -> Any:
+        """Call `method` and return its result."""
+        answers = self._send(method, params)
+        try:
+            while True:
+                answer = await answers.get()
+                if "row" not in answer:
+                    return self._result(answer)
+        finally:
+            self._forget(answers)
+
+    async def stream(self, method: str, **params: Any) -> AsyncIterator[Json]:
+        """Call `method` and yield its rows."""
+        answers = self._send(method, params)
+        try:
+            while "row" in (answer := await answers.get()):
+                yield answer["row"]
+            self._result(answer)
+        finally:
+            self._forget(answers)
+
+    async def stop(self) -> None:
+        """End the process: politely first, then not."""
+        if self._writer:
+            self._writer.close()
+        if self._process and self._process.returncode is None:
+            self._process.terminate()
+            try:
+                await asyncio.wait_for(self._process.wait(), 10)
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+        for task in self._tasks:
+            task.cancel()
+
+    def _send(self, method: str, params: Json) -> asyncio.Queue[Json]:
+        if not self.running or self._writer is None or self._writer.is_closing():
+            raise self._died()
+        self._next_id += 1
+        answers: asyncio.Queue[Json] = asyncio.Queue()
+        self._answers[self._next_id] = answers
+        message = {"id": self._next_id, "method": method, "params": params}
+        self._writer.write(json.dumps(message).encode() + b"\n")
+        return answers
+
+    def _forget(self, answers: asyncio.Queue[Json]) -> None:
+        self._answers = {key: queue for key, queue in self._answers.items() if queue is not answers}
+
+    def _result(self, answer: Json) -> Any:
+        if "error" not in answer:
+            return answer["done"]
+        if answer["error"] is None:
+            raise self._died()
+        kind = getattr(errors, answer["error"]["type"], errors.TrainerError)
+        raise kind(answer["error"]["message"], hint=answer["error"]["hint"])
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while line := await reader.readline():
+                answer = json.loads(line)
+                if queue := self._answers.get(answer["id"]):
+                    queue.put_nowait(answer)
+        finally:
+            if self._process:
+                await self._process.wait()
+            for queue in self._answers.values():
+                queue.put_nowait({"error": None})
+
+    def _died(self) -> WorkerDied:
+        code = self._process.returncode if self._process else None
+        return WorkerDied(
+            f"The {self.name} process ended (exit code `{code}`): {last_line(self.log)}",
+            hint=f"See `{self.log}` for its whole output",
+        )
+
+
+def last_line(log: Path) -> str:
+    """The last thing a process said: for a traceback, its cause."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "it said nothing"
+
+
+class Channel:
+    """The worker's end. `poll` gives the calls that have come; the answers go out by id."""
+
+    def __init__(self) -> None:
+        self._socket = socket.socket(fileno=int(os.environ[FD_VARIABLE]))
+        self._buffer = b""
+        self.open = True
+
+    def poll(self, *, wait: bool) -> Iterator[tuple[int, str, Json]]:
+        """Yield the calls that have arrived; with `wait`, block until there is one."""
+        self._socket.setblocking(wait)
+        try:
+            while self.open and b"\n" not in self._buffer:
+                self._receive()
+            self._socket.setblocking(False)
+            while self.open:
+                self._receive()
+        except BlockingIOError:
+            pass
+        *lines, self._buffer = self._buffer.split(b"\n")
+        for line in lines:
+            call = json.loads(line)
+            yield call["id"], call["method"], call["params"]
+
+    def _receive(self) -> None:
+        chunk = self._socket.recv(1 << 20)
+        self._buffer += chunk
+        self.open = bool(chunk)
+
+    def row(self, call: int, row: Json) -> None:
+        self._write({"id": call, "row": row})
+
+    def done(self, call: int, result: Any = None) -> None:
+        self._write({"id": call, "done": result})
+
+    def error(self, call: int, error: Exception) -> None:
+        """Send `error`; what is not ours is logged whole and sent as a TrainerError."""
+        if not isinstance(error, KitError):
+            logger.exception("call %s failed", call)
+            error = errors.TrainerError(f"{type(error).__name__}: {error}")
+        what = {"type": type(error).__name__, "message": error.message, "hint": error.hint}
+        self._write({"id": call, "error": what})
+
+    def _write(self, message: Json) -> None:
+        self._socket.setblocking(True)
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+
+def serve(handlers: dict[str, Callable[..., Any]]) -> None:
+    """Answer calls one at a time until the server goes. A handler that yields streams its rows."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    channel = Channel()
+    handlers = {"ready": lambda: None, **handlers}
+    while channel.open:
+        for call, method, params in channel.poll(wait=True):
+            try:
+                result = handlers[method](**params)
+                if isinstance(result, Iterator):
+                    for row in result:
+                        channel.row(call, row)
+                    result = None
+                channel.done(call, result)
+            except Exception as error:  # a bad request must not end the worker
+                channel.error(call, error)
