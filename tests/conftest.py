@@ -2,11 +2,9 @@
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
 _CREDENTIALS = (
     "ART_", "AWS_", "AZURE_", "BASE_MODEL", "GOOGLE_", "HF_", "LANGFUSE_", "LAUNCHER_",
     "OPENAI_", "OPENPIPE_", "WANDB_",

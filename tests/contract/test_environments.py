@@ -3,11 +3,13 @@
 import os
 import re
 import subprocess
+import sys
 import tomllib
+from pathlib import Path
 
 import pytest
-from conftest import ROOT
 
+ROOT = Path(__file__).parents[2]
 REQUIREMENTS = ROOT / "requirements"
 CRITICAL = ("vllm", "torch", "torchtune", "torchao", "openpipe-art")
 
@@ -16,7 +18,9 @@ def versions(text: str) -> dict[str, str]:
     return dict(re.findall(r"^([a-z0-9][\w.-]*)==([^\s;]+)", text, re.MULTILINE))
 
 
-def test_the_cluster_environment_resolves_to_its_pins() -> None:
+def test_the_cluster_environment_resolves_to_its_pins(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     pins = versions((REQUIREMENTS / "cluster.txt").read_text())
     environment = {k: v for k, v in os.environ.items() if k not in {"UV_FIND_LINKS"}}
     resolution = subprocess.run(
@@ -33,15 +37,15 @@ def test_the_cluster_environment_resolves_to_its_pins() -> None:
     assert resolution.returncode == 0, resolution.stderr
     resolved = versions(resolution.stdout)
     found = {name: resolved.get(name) for name in CRITICAL}
-    # Shown with `pytest -s`, and in the report of a failure.
-    os.write(1, ("cluster: " + " ".join(f"{k}=={v}" for k, v in found.items()) + "\n").encode())
+    with capsys.disabled():
+        sys.stdout.write("\ncluster: " + " ".join(f"{k}=={v}" for k, v in found.items()) + "\n")
     assert found == {name: pins[name] for name in CRITICAL}
     assert "skypilot" not in resolved
 
 
 @pytest.mark.parametrize("path", sorted(REQUIREMENTS.glob("*.txt")), ids=lambda path: path.stem)
-def test_constraints_are_exact_and_name_no_index(path: object) -> None:
-    text = path.read_text()  # type: ignore[attr-defined]
+def test_constraints_are_exact_and_name_no_index(path: Path) -> None:
+    text = path.read_text()
     assert "://" not in text and "+cpu" not in text and "+cu" not in text
     loose = [line for line in text.splitlines() if line and not re.match(r"[\w.-]+==\S+", line)]
     assert loose == []
