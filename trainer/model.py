@@ -5,7 +5,9 @@ its weights, and the LoRA that is trained on it, have the same values here, in P
 only names differ. Weights are memory-mapped, and the frozen ones are never copied.
 """
 
+import json
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -265,16 +267,21 @@ def init_lora(policy: Policy, seed: int, *, device: torch.device | None = None) 
             module.lora_b.weight = nn.Parameter(b.to(at))
 
 
-def _lora_parameters(policy: Policy) -> dict[str, nn.Parameter]:
-    found = {}
+def _lora_linears(policy: Policy) -> Iterator[tuple[str, LoraLinear]]:
+    """Every linear layer with a LoRA, by PEFT's name."""
     for index, layer in enumerate(policy.layers):
         for name, place in LINEARS.items():
             module = layer.get_submodule(place)
             if isinstance(module, LoraLinear):
                 block = "self_attn" if place.startswith("attn") else "mlp"
-                at = f"base_model.model.model.layers.{index}.{block}.{name}"
-                found[f"{at}.lora_A.weight"] = module.lora_a.weight
-                found[f"{at}.lora_B.weight"] = module.lora_b.weight
+                yield f"base_model.model.model.layers.{index}.{block}.{name}", module
+
+
+def _lora_parameters(policy: Policy) -> dict[str, nn.Parameter]:
+    found = {}
+    for name, module in _lora_linears(policy):
+        found[f"{name}.lora_A.weight"] = module.lora_a.weight
+        found[f"{name}.lora_B.weight"] = module.lora_b.weight
     return found
 
 
@@ -317,3 +324,24 @@ def peft_config(lora: LoraConfig, base_model: str) -> dict[str, Any]:
         "inference_mode": True,
         "modules_to_save": None,
     }
+
+
+def use_lora(policy: Policy, lora: LoraConfig | None, tensors: dict[str, Tensor]) -> None:
+    """Sample with these LoRA tensors, without a copy; with None as the base model.
+
+    Unlike `load_lora` this takes a LoRA of any rank and targets: the policy's own ones step aside.
+    """
+    for name, module in _lora_linears(policy):
+        module.disabled = f"{name}.lora_A.weight" not in tensors
+        if lora is not None and not module.disabled:
+            module.rank, module.alpha = lora.rank, lora.alpha
+            module.lora_a.weight = nn.Parameter(tensors[f"{name}.lora_A.weight"], False)
+            module.lora_b.weight = nn.Parameter(tensors[f"{name}.lora_B.weight"], False)
+
+
+def read_lora_config(directory: Path) -> LoraConfig:
+    """The LoRA that `adapter_config.json` in `directory` describes."""
+    config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
+    return LoraConfig(
+        rank=config["r"], alpha=config["lora_alpha"], targets=tuple(config["target_modules"])
+    )

@@ -17,6 +17,10 @@ class SampleRequest:
     max_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int = 0
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    """Deltas token by token; else one a choice, at its end."""
     seed: int | None = None
 
 

@@ -41,6 +41,8 @@ class Model:
     directory: Path
     lora: LoraConfig
     step: int = 0
+    steps: set[int] = dataclasses.field(default_factory=set)
+    """Steps whose checkpoints are on disk; reading them all costs a hash of every file."""
     prepared: bool = False
 
     @property
@@ -94,7 +96,8 @@ class Backend:
             directory = self._state / wire.project / "models" / wire.name
             lora = lora_config(wire, self.config.lora)
             model = Model(wire.project, wire.name, directory, lora)
-            model.step = checkpoint.latest(model.checkpoints) or 0
+            model.steps = set(checkpoint.list_steps(model.checkpoints))
+            model.step = max(model.steps, default=0)
             self._models[key] = model
         return self._models[key]
 
@@ -154,7 +157,7 @@ class Backend:
         names = [self.base_model, f"{self.base_model}@base"] if self.base_model else []
         for model in self._models.values():
             if model.prepared:
-                steps = checkpoint.list_steps(model.checkpoints)
+                steps = sorted(model.steps)
                 names += [model.name, *(f"{model.name}@{step}" for step in steps)]
         return [name for name in names if name]
 
@@ -169,7 +172,7 @@ class Backend:
             if model.prepared and model.name == base:
                 if not wanted:
                     return model, model.step
-                if wanted.isdigit() and int(wanted) in checkpoint.list_steps(model.checkpoints):
+                if wanted.isdigit() and int(wanted) in model.steps:
                     return model, int(wanted)
         names = ", ".join(f"`{served}`" for served in self.served_names()) or "nothing yet"
         raise NotFound(f"There is no model `{name}` here", hint=f"Served now: {names}")
@@ -244,6 +247,7 @@ class Backend:
     async def _serve(self, model: Model, step: int) -> None:
         """Load `step` into the engine; only then does the model's step advance."""
         await self._load(model, step)
+        model.steps.add(step)
         model.step = step
 
     async def _load(self, model: Model, step: int) -> None:

@@ -39,6 +39,8 @@ class ChatRequest(pydantic.BaseModel):
     max_completion_tokens: int | None = pydantic.Field(None, ge=1)
     temperature: float | None = pydantic.Field(None, ge=0, le=2)
     top_p: float | None = pydantic.Field(None, gt=0, le=1)
+    top_k: int | None = pydantic.Field(None, ge=0)
+    stop: str | list[str] | None = None
     seed: int | None = None
     stream: bool | None = False
     stream_options: Json | None = None
@@ -53,6 +55,9 @@ class ChatRequest(pydantic.BaseModel):
             max_tokens=self.max_completion_tokens or self.max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=self.top_k or 0,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stream=bool(self.stream),
             seed=self.seed,
         )
 
