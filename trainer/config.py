@@ -3,7 +3,7 @@
 from typing import Annotated, Literal
 
 import pydantic
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from kit.config import Config
 from kit.settings import Env
@@ -147,5 +147,11 @@ class ServerConfig(Config):
     """Port of the OpenAI-compatible API."""
     state_dir: str = ".art"
     """Where models, checkpoints and logs live."""
+    api_key: Annotated[SecretStr | None, Env("ART_API_KEY")] = None
+    """Bearer token asked of every client when `host` is not loopback."""
+    exit_when_idle: Annotated[float, Env("ART_IDLE_MINUTES")] = Field(0, ge=0)
+    """Exit after this many minutes without sampling or training; 0 stays."""
+    max_hours: Annotated[float, Env("ART_MAX_HOURS")] = Field(0, ge=0)
+    """Exit after this many hours whatever happens; 0 stays."""
     lora: LoraConfig = LoraConfig()
     """Shape of the LoRA of a new model."""

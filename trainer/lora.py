@@ -1,5 +1,7 @@
 """The LoRA of a policy: fresh, by PEFT's names, and as PEFT's settings file. No TorchTune here."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,3 +93,24 @@ def peft_config(lora: LoraConfig, base_model: str) -> dict[str, Any]:
         "inference_mode": True,
         "modules_to_save": None,
     }
+
+
+def use_lora(policy: nn.Module, lora: LoraConfig | None, tensors: dict[str, Tensor]) -> None:
+    """Sample with these LoRA tensors, without a copy; with None as the base model.
+
+    Unlike `load_lora` this takes a LoRA of any rank and targets: the policy's own ones step aside.
+    """
+    for name, module in lora_modules(policy).items():
+        module.disabled = f"{name}.lora_A.weight" not in tensors
+        if lora is not None and not module.disabled:
+            module.rank, module.alpha = lora.rank, lora.alpha
+            module.lora_a.weight = nn.Parameter(tensors[f"{name}.lora_A.weight"], False)
+            module.lora_b.weight = nn.Parameter(tensors[f"{name}.lora_B.weight"], False)
+
+
+def read_lora_config(directory: Path) -> LoraConfig:
+    """The LoRA that `adapter_config.json` in `directory` describes."""
+    config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
+    return LoraConfig(
+        rank=config["r"], alpha=config["lora_alpha"], targets=tuple(config["target_modules"])
+    )

@@ -17,7 +17,15 @@ from trainer.attention import KVCache, View, attend, cached, inverse_frequencies
 from trainer.config import LoraConfig
 from trainer.errors import ModelError
 from trainer.logprobs import chosen_logprobs
-from trainer.lora import init_lora, load_lora, lora_parameters, lora_state, peft_config
+from trainer.lora import (
+    init_lora,
+    load_lora,
+    lora_parameters,
+    lora_state,
+    peft_config,
+    read_lora_config,
+    use_lora,
+)
 from trainer.weights import hugging_face_names, read_tensors
 
 with warnings.catch_warnings():
@@ -42,6 +50,8 @@ __all__ = [
     "load_model",
     "lora_state",
     "peft_config",
+    "read_lora_config",
+    "use_lora",
 ]
 
 

@@ -11,38 +11,20 @@ from kit.config import validate
 from trainer import channel
 from trainer.base_models import resolve
 from trainer.config import GrpoConfig, LoraConfig
+from trainer.device import default_device, default_dtype
 from trainer.learner.learner import Learner
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def pick_device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """bfloat16 where it is fast: on a GPU, and on a CPU with AMX."""
-    if name != "auto":
-        return DTYPES[name]
-    fast = device.type == "cuda" or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if fast else torch.float32
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base-model", required=True)
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto")
-    parser.add_argument("--device", default="auto")
     arguments = parser.parse_args()
-    device = pick_device(arguments.device)
-    learner = Learner(
-        arguments.base_model,
-        resolve(arguments.base_model),
-        dtype=pick_dtype(arguments.dtype, device),
-        device=device,
-    )
+    device, directory = default_device(), resolve(arguments.base_model)
+    dtype = DTYPES.get(arguments.dtype) or default_dtype(directory, device)
+    learner = Learner(arguments.base_model, directory, dtype=dtype, device=device)
 
     def prepare(checkpoints: str, lora: dict[str, Any]) -> dict[str, int]:
         return {
