@@ -1,7 +1,7 @@
 """What transformers and peft compute, for `test_parity.py`, in the environment of scripts/parity.
 
 parity_reference.py models DIRECTORY      make random models of every family, with their logits
-parity_reference.py adapters DIRECTORY    logits of every model with the LoRA beside it, and of its export
+parity_reference.py adapters DIRECTORY    logits of every model with a LoRA, and of its export
 """
 
 import sys
