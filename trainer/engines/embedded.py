@@ -13,9 +13,9 @@ class EmbeddedEngine:
 
     name = "embedded"
 
-    def __init__(self, base_model: str, *, log: Path) -> None:
+    def __init__(self, model: Path, *, log: Path) -> None:
         self._worker = Worker(
-            "engine", "trainer.engines.embedded_worker", ["--base-model", base_model], log=log
+            "engine", "trainer.engines.embedded_worker", ["--model", str(model)], log=log
         )
 
     @property

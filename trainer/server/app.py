@@ -55,7 +55,9 @@ def create_app(config: ServerConfig, backend: Backend) -> FastAPI:
     if not _is_loopback(config.host):
         app.middleware("http")(_require_key(config))
     app.include_router(art_routes.routes(backend))
-    app.include_router(openai_routes.routes(backend))
+    chat = openai_routes.routes(backend)
+    app.include_router(chat)
+    app.include_router(chat, prefix="/rollouts/{rollout}")
     return app
 
 

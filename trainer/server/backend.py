@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kit.manifest import read_manifest
 from trainer import checkpoint
+from trainer.base_models import resolve
 from trainer.config import GrpoConfig, LoraConfig, ServerConfig
 from trainer.engines.embedded import EmbeddedEngine
 from trainer.engines.engine import Delta, Engine, SampleRequest
 from trainer.errors import BadRequest, Conflict, NotFound, TrainerError
 from trainer.learner.handle import Learner
 from trainer.server.gate import Gate
+from trainer.server.ledger import Entry, Ledger, choices_of
 from trainer.server.wire import (
     ModelWire,
     TrainRequest,
@@ -27,6 +30,7 @@ from trainer.server.wire import (
     grpo_config,
     lora_config,
 )
+from trainer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 Json = dict[str, Any]
@@ -50,8 +54,16 @@ class Model:
         return self.directory / "checkpoints"
 
     def lora_name(self, step: int) -> str:
+        return f"{self.key}@{step}"
+
+    @property
+    def key(self) -> str:
         # Project included: two projects may both hold a model of that name.
-        return f"{self.project}/{self.name}@{step}"
+        return f"{self.project}/{self.name}"
+
+    def lora_sha256(self, step: int) -> str:
+        manifest = read_manifest(checkpoint.path_of(self.checkpoints, step)) or {"files": {}}
+        return str(manifest["files"].get("adapter_model.safetensors", {}).get("sha256", ""))
 
 
 class Backend:
@@ -66,6 +78,8 @@ class Backend:
         self._state = Path(config.state_dir).expanduser().resolve()
         self._models: dict[tuple[str, str], Model] = {}
         self._newest: Model | None = None
+        self.tokenizer: Tokenizer | None = None
+        self.ledger = Ledger(self._state / "ledger.db")
         self._engine: Engine | None = None
         self._learner: Learner | None = None
         self._gate = Gate()
@@ -82,6 +96,7 @@ class Backend:
         for worker in (self._engine, self._learner):
             if worker:
                 await worker.stop()
+        self.ledger.close()
 
     # Models
 
@@ -140,7 +155,9 @@ class Backend:
             if self._engine and self._learner:
                 return
             logs = self._state / "logs"
-            engine = EmbeddedEngine(base_model, log=logs / "engine.log")
+            directory = await asyncio.to_thread(resolve, base_model)
+            self.tokenizer = Tokenizer(directory)
+            engine = EmbeddedEngine(directory, log=logs / "engine.log")
             learner = Learner(base_model, log=logs / "learner.log")
             try:
                 await asyncio.gather(engine.start(), learner.start())
@@ -177,23 +194,48 @@ class Backend:
         names = ", ".join(f"`{served}`" for served in self.served_names()) or "nothing yet"
         raise NotFound(f"There is no model `{name}` here", hint=f"Served now: {names}")
 
-    async def sample(self, name: str, request: SampleRequest) -> AsyncIterator[tuple[int, Delta]]:
-        """Yield (policy step, delta). The name is resolved once training is over, not before."""
+    async def sample(
+        self, name: str, request: SampleRequest, *, rollout: str | None = None
+    ) -> AsyncIterator[tuple[int, Delta]]:
+        """Yield (policy step, delta), and record every choice that finishes.
+
+        The name is resolved once training is over, not before: who waits gets the new weights.
+        """
         self.find(name)
         async with self._gate.sampling():
             self.last_activity = time.monotonic()
             model, step = self.find(name)
-            engine = self._engine
-            if engine is None:
-                raise NotFound(
-                    "No base model is loaded yet", hint="Start with `--base-model`, or register"
-                )
+            assert self._engine  # `find` knows no name before there is one
             if model is not None:
                 await self._load(model, step)
                 request = dataclasses.replace(request, lora=model.lora_name(step))
-            async for delta in engine.sample(request):
+            choices: dict[int, Delta] = {}
+            async for delta in self._engine.sample(request):
+                choice = choices.setdefault(delta.index, Delta(delta.index))
+                choice.extend(delta)
+                if choice.finish_reason:
+                    self._record(model, step, rollout, request, choice)
                 yield step, delta
             self.last_activity = time.monotonic()
+
+    def _record(
+        self,
+        model: Model | None,
+        step: int,
+        rollout: str | None,
+        request: SampleRequest,
+        choice: Delta,
+    ) -> None:
+        entry = Entry(
+            model=model.key if model else "",
+            step=step,
+            lora_sha256=model.lora_sha256(step) if model else "",
+            rollout=rollout,
+            prompt_ids=request.prompt_ids,
+            completion_ids=choice.token_ids,
+            logprobs=choice.logprobs,
+        )
+        self.ledger.record(entry, choice.text)
 
     # Training
 
@@ -209,6 +251,13 @@ class Backend:
                 hint="Call `model.register(backend)`, which prepares it, and wait for it",
             )
         config = grpo_config(request)
+        for choice in choices_of(request.trajectory_groups):
+            if entry := self.ledger.find(choice):
+                choice["art"] = {
+                    "prompt_ids": entry.prompt_ids,
+                    "completion_ids": entry.completion_ids,
+                    "logprobs": entry.logprobs,
+                }
         rows: asyncio.Queue[Json | Exception | None] = asyncio.Queue()
         task = asyncio.create_task(self._train(model, request.trajectory_groups, config, rows))
         self._tasks.add(task)
