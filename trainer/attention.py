@@ -116,4 +116,5 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -
         mask = torch.ones(1, length, seen, dtype=torch.bool, device=queries.device).tril()
     scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
     weights = scores.softmax(dim=-1).view(batch, kv_heads, heads // kv_heads * length, seen)
-    return (weights @ values).view(batch, heads, length, size)
+    out: Tensor = weights @ values
+    return out.view(batch, heads, length, size)

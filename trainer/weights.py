@@ -52,9 +52,8 @@ def read_tensors(directory: Path, wanted: set[str]) -> dict[str, Tensor]:
     for shard in _shards(directory):
         try:
             with safe_open(shard, framework="pt") as file:
-                for name in file.keys():
-                    if name in wanted:
-                        found[name] = file.get_tensor(name)
+                for name in wanted.intersection(file.keys()):
+                    found[name] = file.get_tensor(name)
         except (SafetensorError, OSError) as exc:
             raise ModelError(
                 f"`{shard}` cannot be read: {exc}", hint="Fetch the model again"
