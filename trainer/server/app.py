@@ -7,8 +7,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 
 import uvicorn
 from fastapi import FastAPI, Request, Response
@@ -26,14 +25,7 @@ OPEN_PATHS = {"/health", "/healthcheck"}
 
 
 def create_app(config: ServerConfig, backend: Backend) -> FastAPI:
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        try:
-            yield
-        finally:
-            await backend.stop()
-
-    app = FastAPI(title="art-cluster", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="art-cluster", docs_url=None, redoc_url=None)
 
     @app.get("/health")
     @app.get("/healthcheck")
@@ -124,6 +116,7 @@ async def _serve(
             create_app(config, backend),
             log_config=None,
             access_log=False,
+            lifespan="off",
             timeout_graceful_shutdown=10,
         )
     )
@@ -140,6 +133,7 @@ async def _serve(
         raise
     finally:
         watching.cancel()
+        await backend.stop()
 
 
 async def _watch_lease(config: ServerConfig, backend: Backend, server: uvicorn.Server) -> None:

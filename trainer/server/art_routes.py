@@ -9,6 +9,7 @@ from fastapi.responses import StreamingResponse
 
 from trainer.errors import Unsupported
 from trainer.server.backend import Backend
+from trainer.server.training import Training
 from trainer.server.wire import ModelWire, PrepareRequest, TrainRequest
 
 Json = dict[str, Any]
@@ -33,21 +34,25 @@ def routes(backend: Backend) -> APIRouter:
 
     @router.post("/_get_step")
     async def get_step(model: ModelWire) -> int:
-        return backend.model(model).step
+        return backend.models.get(model).step
 
     @router.post("/_train_model")
     async def train_model(body: TrainRequest) -> StreamingResponse:
-        rows = backend.start_training(body)
+        training = backend.train(body)
+        rows = training.rows()
         # The first row is awaited before the status goes out, so that a bad group is a 4xx.
         first = await anext(rows, None)
-        return StreamingResponse(_ndjson(first, rows), media_type="application/x-ndjson")
+        return StreamingResponse(_ndjson(first, rows, training), media_type="application/x-ndjson")
 
     return router
 
 
-async def _ndjson(first: Json | None, rows: AsyncIterator[Json]) -> AsyncIterator[str]:
+async def _ndjson(
+    first: Json | None, rows: AsyncIterator[Json], training: Training
+) -> AsyncIterator[str]:
     """One object a line, never an empty line: generation 1 parses every one."""
     if first is not None:
         yield json.dumps(first) + "\n"
     async for row in rows:
         yield json.dumps(row) + "\n"
+    training.model.journal.delivered()

@@ -160,16 +160,16 @@ def routes(backend: Backend) -> APIRouter:
 
     @router.get("/v1/models")
     async def models() -> Json:
-        return {"object": "list", "data": [_model(name) for name in backend.served_names()]}
+        return {"object": "list", "data": [_model(name) for name in backend.models.served_names()]}
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Json:
-        backend.find(name)
+        backend.models.find(name)
         return _model(name)
 
     @router.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
-        backend.find(body.model)  # an unknown name, before anything is tokenised
+        backend.models.find(body.model)  # an unknown name, before anything is tokenised
         assert backend.tokenizer
         asked = body.sample_request(backend.tokenizer)
         rollout = request.path_params.get("rollout")
