@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer import checkpoint
+from trainer import checkpoint, faults
 from trainer.config import GrpoConfig, LoraConfig
 from trainer.errors import OutOfMemory
 from trainer.learner.gradient import GradientSteps
@@ -63,6 +63,7 @@ class Learner:
         """Yield the metrics of each gradient step, then the checkpoint that was made."""
         try:
             step = self._load(checkpoints, lora)
+            faults.reached("learner-begins")
             yield from self._train(checkpoints, step, groups, config, lora)
         except torch.OutOfMemoryError as exc:
             self.loaded = None
@@ -97,6 +98,7 @@ class Learner:
         steps = GradientSteps(state, config, step, prepared.reward_std_dev)
         for metrics in steps.run(batches):
             yield {**prepared.metrics, **metrics}
+            faults.reached("learner-stepped")
         path = self._save(state, checkpoints, step + 1, lora, parent=step, config=config)
         self.loaded = (checkpoints, step + 1)
         yield {"checkpoint": str(path), "step": step + 1, "dropped": prepared.dropped}
