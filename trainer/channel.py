@@ -76,14 +76,17 @@ class Worker:
             self._forget(answers)
 
     async def stream(self, method: str, **params: Any) -> AsyncIterator[Json]:
-        """Call `method` and yield its rows."""
+        """Call `method` and yield its rows; one that is left early is cancelled."""
         answers = self._send(method, params)
+        call, answer = self._next_id, dict[str, Any](row={})
         try:
             while "row" in (answer := await answers.get()):
                 yield answer["row"]
             self._result(answer)
         finally:
             self._forget(answers)
+            if "row" in answer and self.running:
+                self._write({"id": call, "method": "cancel", "params": {}})
 
     async def stop(self) -> None:
         """End the process: politely first, then not."""
@@ -105,9 +108,12 @@ class Worker:
         self._next_id += 1
         answers: asyncio.Queue[Json] = asyncio.Queue()
         self._answers[self._next_id] = answers
-        message = {"id": self._next_id, "method": method, "params": params}
-        self._writer.write(json.dumps(message).encode() + b"\n")
+        self._write({"id": self._next_id, "method": method, "params": params})
         return answers
+
+    def _write(self, message: Json) -> None:
+        assert self._writer
+        self._writer.write(json.dumps(message).encode() + b"\n")
 
     def _forget(self, answers: asyncio.Queue[Json]) -> None:
         self._answers = {key: queue for key, queue in self._answers.items() if queue is not answers}
@@ -201,6 +207,8 @@ def serve(handlers: dict[str, Callable[..., Any]]) -> None:
     handlers = {"ready": lambda: None, **handlers}
     while channel.open:
         for call, method, params in channel.poll(wait=True):
+            if method == "cancel":  # what runs here runs to its end
+                continue
             try:
                 result = handlers[method](**params)
                 if isinstance(result, Iterator):

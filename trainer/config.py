@@ -2,10 +2,13 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+import pydantic
+from pydantic import Field, SecretStr
 
 from kit.config import Config
 from kit.settings import Env
+
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 class LoraConfig(Config):
@@ -15,7 +18,7 @@ class LoraConfig(Config):
     """Rank of every LoRA pair."""
     alpha: float = Field(16.0, gt=0)
     """The LoRA's output is scaled by alpha / rank."""
-    targets: tuple[str, ...] = (
+    targets: tuple[Target, ...] = (
         "q_proj",
         "k_proj",
         "v_proj",
@@ -30,10 +33,103 @@ class LoraConfig(Config):
 
 
 class GrpoConfig(Config):
-    """One GRPO step."""
+    """One GRPO step. Names and defaults are ART's, where ART has the setting."""
 
     learning_rate: float = Field(5e-5, gt=0)
-    """AdamW learning rate of the LoRA weights."""
+    """AdamW learning rate of the trained weights."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls to zero at `max_steps`."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises to its full value."""
+    max_steps: int | None = Field(None, ge=1)
+    """Last step of the schedule; needed unless the schedule is constant."""
+    scale_learning_rate_by_reward_std_dev: bool = False
+    """Multiply the learning rate by the mean standard deviation of the groups' rewards."""
+    num_trajectories_learning_rate_multiplier_power: float = Field(0.0, ge=0)
+    """Multiply the learning rate by this power of the gradient step's number of trajectories."""
+    weight_decay: float = Field(0.1, ge=0)
+    """AdamW weight decay."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """AdamW's decay of the mean gradient."""
+    adam_beta2: float = Field(0.99, ge=0, lt=1)
+    """AdamW's decay of the mean squared gradient."""
+    adam_epsilon: float = Field(1e-8, gt=0)
+    """AdamW's epsilon."""
+    max_grad_norm: float = Field(0.1, gt=0)
+    """Gradients are clipped to this norm."""
+    grad_accumulation_sequences: int | None = Field(None, ge=1)
+    """Packed rows in one gradient step; None is one."""
+
+    scale_rewards: bool = False
+    """Divide a group's advantages by the standard deviation of its rewards. Off by default: it
+    weighs groups by their difficulty."""
+    scale_advantages: bool = True
+    """Scale the advantages of a step to a mean size of one, as ART does."""
+    advantage_balance: float = Field(0.0, ge=-1, le=1)
+    """1 trains on positive advantages only, -1 on negative ones only, 0 on both alike."""
+    loss_mean: Literal["trajectory", "token"] = "trajectory"
+    """Whether every trajectory weighs the same (as in ART), or every token."""
+
+    ppo: bool = False
+    """PPO's clipped loss in place of CISPO's clipped importance weight."""
+    epsilon: float | None = Field(None, ge=0)
+    """Lower clip of the ratio, 1 - epsilon; None is 1.0, or 0.2 with `ppo`."""
+    epsilon_high: float | None = Field(None, ge=0)
+    """Upper clip of the ratio, 1 + epsilon_high; None is 4.0, or `epsilon` with `ppo`."""
+    dual_clip: float | None = Field(None, gt=1)
+    """With `ppo`: the loss of a token with negative advantage is at most this times its size."""
+    importance_sampling_level: Literal["token", "sequence", "average", "geometric_average"] = (
+        "token"
+    )
+    """What the ratio is taken over; `sequence` is GSPO."""
+    mask_prob_ratio: bool = False
+    """Drop tokens whose ratio is outside the clip range."""
+    max_negative_advantage_importance_sampling_weight: float | None = Field(None, gt=0)
+    """Largest ratio of tokens with a negative advantage."""
+    kimi_k2_tau: float | None = Field(None, gt=0)
+    """Subtract tau * (new - old logprob) from the advantage."""
+    precalculate_logprobs: bool = False
+    """Take the learner's own logprobs before the first gradient step as the old ones."""
+    truncated_importance_sampling: float | None = Field(None, gt=0)
+    """Weigh each token by learner over sampler probability, at most this; the learner's logprobs
+    are then precalculated."""
+    allow_training_without_logprobs: bool = False
+    """Train on choices that came without logprobs, taken as sampled by the current policy."""
+
+    kl_penalty_coef: float = Field(0.0, ge=0)
+    """Weight of the penalty for leaving the reference."""
+    kl_penalty: Literal["advantage", "k3"] = "advantage"
+    """ART's shaping of the advantages, or the k3 estimate as a term of the loss."""
+    kl_ref_adapter_path: str | None = None
+    """Checkpoint that is the reference; None is the base model."""
+
+    packed_sequence_length: int | None = Field(None, ge=16)
+    """Tokens in a packed row; None is the longest sequence, rounded up to 2,048."""
+    max_seq_length: int | None = Field(None, ge=16)
+    """Longest sequence; a longer trajectory is dropped and counted. None is the model's limit."""
+    logprob_calculation_chunk_size: int = Field(1024, ge=1)
+    """Tokens whose logits are in memory at once."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass: slower, with far less memory."""
+    plot_tensors: bool = False
+    """Write a picture of the packed rows beside the checkpoint."""
+
+    @pydantic.model_validator(mode="after")
+    def _fits(self) -> "GrpoConfig":
+        if self.lr_scheduler_type != "constant" and self.max_steps is None:
+            raise ValueError(f"lr_scheduler_type `{self.lr_scheduler_type}` needs max_steps")
+        if self.dual_clip is not None and not self.ppo:
+            raise ValueError("dual_clip needs ppo")
+        if self.kl_ref_adapter_path is not None and not self.kl_penalty_coef:
+            raise ValueError("kl_ref_adapter_path needs kl_penalty_coef")
+        return self
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """Lowest and highest ratio."""
+        low = self.epsilon if self.epsilon is not None else (0.2 if self.ppo else 1.0)
+        high = self.epsilon_high if self.epsilon_high is not None else (low if self.ppo else 4.0)
+        return 1 - low, 1 + high
 
 
 class ServerConfig(Config):
@@ -51,5 +147,11 @@ class ServerConfig(Config):
     """Port of the OpenAI-compatible API."""
     state_dir: str = ".art"
     """Where models, checkpoints and logs live."""
+    api_key: Annotated[SecretStr | None, Env("ART_API_KEY")] = None
+    """Bearer token asked of every client when `host` is not loopback."""
+    exit_when_idle: Annotated[float, Env("ART_IDLE_MINUTES")] = Field(0, ge=0)
+    """Exit after this many minutes without sampling or training; 0 stays."""
+    max_hours: Annotated[float, Env("ART_MAX_HOURS")] = Field(0, ge=0)
+    """Exit after this many hours whatever happens; 0 stays."""
     lora: LoraConfig = LoraConfig()
     """Shape of the LoRA of a new model."""

@@ -7,6 +7,9 @@ TrainerError
 ├── Conflict           it would clash with what is being served (409)
 ├── ModelError         the base model cannot be loaded
 ├── CheckpointError    a checkpoint is damaged or does not belong here
+│   └── DiskFull       it cannot be written (507)
+├── Diverged           a loss or gradient is not finite
+├── OutOfMemory        the step does not fit the accelerator (507)
 └── WorkerDied         the engine or the learner process ended (503)
 """
 
@@ -41,6 +44,22 @@ class ModelError(TrainerError):
 
 class CheckpointError(TrainerError):
     status = 500
+
+
+class DiskFull(CheckpointError):
+    status = 507
+
+
+class Diverged(TrainerError):
+    hint = "The run stands at its last checkpoint; lower `learning_rate` and train again"
+
+
+class OutOfMemory(TrainerError):
+    status = 507
+    hint = (
+        "Lower `gpu_memory_utilization` of the engine, `max_seq_length` or the number of "
+        "generations, raise `tensor_parallel_size`, or set `activation_checkpointing`"
+    )
 
 
 class WorkerDied(TrainerError):

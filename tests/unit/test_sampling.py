@@ -1,0 +1,46 @@
+import math
+
+import torch
+
+from trainer.engines.sampling import Sampling, choose
+
+LOGITS = torch.tensor([[0.0, math.log(2), math.log(5)]])  # probabilities 1/8, 2/8, 5/8
+
+
+def draw(sampling: Sampling, uniform: float) -> int:
+    return choose(LOGITS, [sampling], [uniform])[0][0]
+
+
+def test_tokens_are_drawn_by_their_share_of_the_unit_interval() -> None:
+    shares = [draw(Sampling(), (i + 0.5) / 800) for i in range(800)]
+    assert [shares.count(token) for token in range(3)] == [100, 200, 500]
+
+
+def test_the_logprob_is_that_of_the_policy_whatever_the_temperature() -> None:
+    for sampling in (Sampling(), Sampling(temperature=0.3), Sampling(top_k=1), Sampling(top_p=0.1)):
+        (token,), (logprob,) = choose(LOGITS, [sampling], [0.99])
+        assert token == 2
+        assert math.isclose(logprob, math.log(5 / 8), rel_tol=1e-6)
+
+
+def test_temperature_zero_takes_the_likeliest_token() -> None:
+    assert {draw(Sampling(temperature=0), u / 10) for u in range(10)} == {2}
+
+
+def test_top_p_keeps_the_smallest_set_that_fills_it_and_top_k_the_k_likeliest() -> None:
+    uniforms = [u / 100 for u in range(100)]
+    assert {draw(Sampling(top_p=0.6), u) for u in uniforms} == {2}
+    assert {draw(Sampling(top_p=0.7), u) for u in uniforms} == {1, 2}
+    assert {draw(Sampling(top_k=2), u) for u in uniforms} == {1, 2}
+
+
+def test_rows_are_sampled_each_in_its_own_way() -> None:
+    logits = LOGITS.repeat(3, 1)
+    samplings = [Sampling(), Sampling(temperature=0), Sampling(top_k=2)]
+    assert choose(logits, samplings, [0.0, 0.0, 0.0])[0] == [0, 2, 1]
+
+
+def test_an_impossible_token_is_never_drawn_and_its_logprob_is_finite() -> None:
+    logits = torch.tensor([[float("-inf"), 0.0]])
+    tokens, logprobs = choose(logits, [Sampling()], [0.0])
+    assert tokens == [1] and logprobs == [0.0]

@@ -1,0 +1,153 @@
+"""The shape of a base model, read from its Hugging Face `config.json`. No torch here.
+
+Every supported family is one decoder with a few switches, so that one model is assembled from
+the numbers below; a family or a switch we do not have is refused by name.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import ModelError
+
+# model_type in config.json -> whether q, k, v carry a bias, and whether q and k are normed.
+FAMILIES = {
+    "llama": (False, False),
+    "mistral": (False, False),
+    "qwen2": (True, False),
+    "qwen3": (False, True),
+}
+SUPPORTED = "Llama (2, 3, 3.1, 3.2, SmolLM2), Qwen2, Qwen2.5, Qwen3 (dense) and Mistral"
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embeddings: plain, linearly scaled or scaled as in Llama 3.1."""
+
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_length: int = 8192
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """All that is needed to assemble the model."""
+
+    family: str
+    vocab_size: int
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn_dim: int
+    norm_eps: float
+    rope: Rope
+    max_length: int
+    """Longest sequence: the smaller of the position limit and a sliding window."""
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    tied_embeddings: bool
+
+
+def read_architecture(directory: Path) -> Architecture:
+    """The architecture of the model in `directory`, or a ModelError that names what we lack."""
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(
+            f"`{directory}` holds no `config.json`",
+            hint="Give a model directory in Hugging Face form",
+        ) from None
+    except ValueError as exc:
+        raise ModelError(f"`{path}` is not JSON: {exc}", hint="Fetch the model again") from exc
+    try:
+        return parse_architecture(config)
+    except KeyError as exc:
+        raise ModelError(
+            f"`{path}` lacks {exc}", hint="Give a model directory in Hugging Face form"
+        ) from exc
+
+
+def parse_architecture(config: Mapping[str, Any]) -> Architecture:
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        names = config.get("architectures") or [family]
+        raise ModelError(
+            f"The architecture `{names[0]}` is not supported", hint=f"Supported are {SUPPORTED}"
+        )
+    _refuse(config)
+    qkv_bias, qk_norm = FAMILIES[family]
+    attention_bias = bool(config.get("attention_bias", False))
+    heads = config["num_attention_heads"]
+    kv_heads = config.get("num_key_value_heads") or heads
+    # Mistral 7B v0.1 attends to a window; within one window that is plain causal attention.
+    window = config.get("sliding_window") if family == "mistral" else None
+    positions = config.get("max_position_embeddings", 4096)
+    return Architecture(
+        family=family,
+        vocab_size=config["vocab_size"],
+        dim=config["hidden_size"],
+        layers=config["num_hidden_layers"],
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        ffn_dim=config["intermediate_size"],
+        norm_eps=config.get("rms_norm_eps", 1e-6),
+        rope=_rope(config),
+        max_length=min(positions, window or positions),
+        qkv_bias=qkv_bias or attention_bias,
+        output_bias=attention_bias,
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        qk_norm=qk_norm,
+        tied_embeddings=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+def _refuse(config: Mapping[str, Any]) -> None:
+    """Refuse, by name, what would silently change the result if it were ignored."""
+    unsupported = None
+    if (activation := config.get("hidden_act", "silu")) != "silu":
+        unsupported = f"hidden_act={activation}"
+    elif config.get("use_sliding_window"):
+        unsupported = "use_sliding_window=true"
+    elif config.get("quantization_config"):
+        unsupported = "quantization_config"
+    elif config.get("pretraining_tp", 1) != 1:
+        unsupported = f"pretraining_tp={config['pretraining_tp']}"
+    if unsupported:
+        raise ModelError(
+            f"The model's `{unsupported}` is not supported", hint=f"Supported are {SUPPORTED}"
+        )
+
+
+def _rope(config: Mapping[str, Any]) -> Rope:
+    # transformers 5 writes `rope_parameters`; earlier versions `rope_theta` and `rope_scaling`.
+    scaling = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
+    theta = scaling.get("rope_theta", config.get("rope_theta", 10_000.0))
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return Rope(theta)
+    if kind == "linear":
+        return Rope(theta, kind, factor=scaling["factor"])
+    if kind == "llama3":
+        return Rope(
+            theta,
+            kind,
+            factor=scaling["factor"],
+            low_freq_factor=scaling["low_freq_factor"],
+            high_freq_factor=scaling["high_freq_factor"],
+            original_length=scaling["original_max_position_embeddings"],
+        )
+    raise ModelError(
+        f"RoPE scaling `{kind}` is not supported",
+        hint="Supported are none, `linear` and `llama3`",
+    )

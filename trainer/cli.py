@@ -1,0 +1,74 @@
+"""`trainer`: the program where the model is. Commands parse, call and print; nothing else."""
+
+import importlib.metadata
+import logging
+from pathlib import Path
+from typing import Any
+
+import click
+
+import kit.cli
+from kit.errors import NotInstalled
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(importlib.metadata.version("art-cluster"), prog_name="trainer")
+def cli() -> None:
+    """Serve and train a model with GRPO where it lives.
+
+    \b
+    Example:
+      trainer serve --base-model tiny-random
+    """
+
+
+@cli.command()
+@click.option("--base-model", metavar="M", help="Model to load: built-in name, directory, hub id.")
+@click.option("--engine", type=click.Choice(["auto", "embedded"]), help="What samples.  [auto]")
+@click.option("--host", help="Address to listen on.  [127.0.0.1]")
+@click.option("--port", type=int, help="Port of the control API.  [7999]")
+@click.option("--openai-port", type=int, help="Port of the OpenAI API.  [8000]")
+@click.option("--state-dir", help="Where checkpoints and logs live.  [.art]")
+@click.option("--exit-when-idle", type=float, metavar="MINUTES", help="Exit when idle so long.")
+@click.option("--max-hours", type=float, metavar="HOURS", help="Exit after so long.")
+@click.option("--config", "config_file", type=Path, metavar="YAML", help="Settings from a file.")
+@click.option("--env-file", type=Path, metavar="FILE", help="Variables from a file.  [.env]")
+def serve(config_file: Path | None, env_file: Path | None, **flags: Any) -> None:
+    """Serve the control API and the OpenAI API, and train when asked.
+
+    \b
+    Example:
+      trainer serve --base-model tiny-random
+      trainer serve --config serve.yaml --port 7623
+    """
+    from kit.config import load, read_yaml
+    from kit.settings import gather
+    from trainer.config import ServerConfig
+
+    file: dict[str, Any] = {}
+    if config_file:
+        load(ServerConfig, config_file)  # tells every fault with its line
+        file, _ = read_yaml(config_file)
+    config = gather(ServerConfig, flags=flags, env_file=env_file, file=file)
+    _require("fastapi", "uvicorn", "torch", "torchtune")
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    from trainer.server.app import serve
+
+    serve(config)
+
+
+def _require(*packages: str) -> None:
+    """Fail with a hint when a package is absent, without the cost of importing it."""
+    import importlib.util
+
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+    if absent:
+        names = ", ".join(f"`{name}`" for name in absent)
+        raise NotInstalled(
+            f"This needs {names}, not installed here",
+            hint="Install with `pip install 'art-cluster[local]'`, on a GPU machine `[cluster]`",
+        )
+
+
+def main() -> None:
+    kit.cli.run(cli, "trainer")

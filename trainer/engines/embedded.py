@@ -1,0 +1,39 @@
+"""The embedded engine: samples with our own model in a worker process, no extra dependency."""
+
+import dataclasses
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from trainer.channel import Worker
+from trainer.engines.engine import Delta, SampleRequest
+
+
+class EmbeddedEngine:
+    """Handle of `trainer.engines.embedded_worker`."""
+
+    name = "embedded"
+
+    def __init__(self, model: Path, *, log: Path) -> None:
+        self._worker = Worker(
+            "engine", "trainer.engines.embedded_worker", ["--model", str(model)], log=log
+        )
+
+    @property
+    def running(self) -> bool:
+        return self._worker.running
+
+    async def start(self) -> None:
+        await self._worker.start()
+
+    async def stop(self) -> None:
+        await self._worker.stop()
+
+    async def load(self, lora: str, path: Path) -> None:
+        await self._worker.call("load", lora=lora, path=str(path))
+
+    async def unload(self, lora: str) -> None:
+        await self._worker.call("unload", lora=lora)
+
+    async def sample(self, request: SampleRequest) -> AsyncIterator[Delta]:
+        async for row in self._worker.stream("sample", **dataclasses.asdict(request)):
+            yield Delta(**row)

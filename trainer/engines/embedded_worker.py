@@ -1,0 +1,282 @@
+"""The embedded engine's process: continuous batching over the policy and its KV cache.
+
+Requests join and leave between decode steps. Rows of the cache are kept without gaps, a prompt
+that several choices share is computed once, and a batch samples from one LoRA at a time.
+"""
+
+import argparse
+import itertools
+import logging
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from trainer.attention import KVCache
+from trainer.channel import Channel
+from trainer.config import LoraConfig
+from trainer.device import default_device, default_dtype
+from trainer.engines.sampling import Sampling, choose
+from trainer.engines.text import TextStream
+from trainer.errors import BadRequest, NotFound
+from trainer.model import Policy, load_model, read_lora_config, use_lora
+from trainer.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+ROWS = 64  # choices sampled at once; more wait
+ALL_LINEARS = LoraConfig()
+
+
+@dataclass
+class Call:
+    """One request: a prompt and the choices that continue it."""
+
+    id: int
+    prompt: list[int]
+    lora: str | None
+    stream: bool
+    unfinished: int
+
+
+@dataclass
+class Choice:
+    """One row of the batch."""
+
+    call: Call
+    index: int
+    limit: int
+    sampling: Sampling
+    random: random.Random
+    text: TextStream
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    pending: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        return len(self.call.prompt) + len(self.tokens)
+
+
+class EmbeddedWorker:
+    """Owns the policy; `run` answers the server until it goes."""
+
+    def __init__(self, directory: Path, channel: Channel) -> None:
+        device = default_device()
+        self._channel = channel
+        self._handlers: dict[str, Callable[..., None]] = {
+            "ready": lambda: None,
+            "load": self._load,
+            "unload": self._unload,
+        }
+        self._tokenizer = Tokenizer(directory)
+        self._policy: Policy = load_model(
+            directory, lora=ALL_LINEARS, dtype=default_dtype(directory, device), device=device
+        )
+        self._device = device
+        self._context = self._policy.architecture.max_length
+        self._loras: dict[str, tuple[LoraConfig, dict[str, Tensor]]] = {}
+        self._current: str | None = None
+        use_lora(self._policy, None, {})
+        self._waiting: deque[Choice] = deque()
+        self._active: list[Choice] = []
+        self._cache = self._new_cache(8, 256)
+
+    def run(self) -> None:
+        while self._channel.open:
+            idle = not (self._waiting or self._active)
+            for call, method, params in self._channel.poll(wait=idle):
+                self._answer(call, method, params)
+            self._admit()
+            if self._active:
+                self._decode()
+
+    # Calls
+
+    def _answer(self, call: int, method: str, params: dict[str, Any]) -> None:
+        try:
+            if method == "sample":
+                self._enqueue(call, **params)  # answered as it is sampled
+            elif method == "cancel":
+                self._cancel(call)
+            else:
+                self._channel.done(call, self._handlers[method](**params))
+        except Exception as error:  # a bad request must not end the worker
+            self._channel.error(call, error)
+
+    def _load(self, lora: str, path: str) -> None:
+        if lora in self._loras:
+            return
+        directory = Path(path)
+        tensors = load_file(directory / "adapter_model.safetensors")
+        dtype = self._policy.head.dtype
+        placed = {name: tensor.to(self._device, dtype) for name, tensor in tensors.items()}
+        self._loras[lora] = read_lora_config(directory), placed
+
+    def _unload(self, lora: str) -> None:
+        self._loras.pop(lora, None)
+
+    def _enqueue(
+        self,
+        call: int,
+        *,
+        prompt_ids: list[int],
+        lora: str | None,
+        n: int,
+        max_tokens: int | None,
+        temperature: float,
+        top_p: float,
+        top_k: int,
+        stop: list[str],
+        seed: int | None,
+        stream: bool,
+    ) -> None:
+        if lora is not None and lora not in self._loras:
+            raise NotFound(f"The LoRA `{lora}` is not loaded")
+        room = self._context - len(prompt_ids)
+        if room <= 0 or (max_tokens or 0) > room:
+            raise BadRequest(
+                f"{len(prompt_ids)} prompt tokens and `max_tokens` {max_tokens or 1} do not fit "
+                f"the context of {self._context} tokens",
+                hint="Shorten the messages, or lower `max_tokens`",
+            )
+        owner = Call(call, prompt_ids, lora, stream, unfinished=n)
+        for index in range(n):
+            chance = random.Random(None if seed is None else f"{seed}/{index}")
+            text = TextStream(self._tokenizer, stop)
+            sampling = Sampling(temperature, top_p, top_k)
+            self._waiting.append(Choice(owner, index, max_tokens or room, sampling, chance, text))
+
+    def _cancel(self, call: int) -> None:
+        self._waiting = deque(choice for choice in self._waiting if choice.call.id != call)
+        for choice in [choice for choice in self._active if choice.call.id == call]:
+            self._remove(choice)
+
+    # The batch
+
+    def _admit(self) -> None:
+        """Give free rows to waiting choices, in their order, while they share the LoRA."""
+        fresh: list[tuple[Choice, Tensor]] = []
+        while self._waiting and len(self._active) < ROWS:
+            lora = self._waiting[0].call.lora
+            if lora != self._current and self._active:
+                break  # the next LoRA's turn comes when this batch has drained
+            self._switch(lora)
+            fresh.append(self._place(self._waiting.popleft(), fresh))
+        if fresh:
+            choices = [choice for choice, _ in fresh]
+            self._advance(choices, torch.stack([logits for _, logits in fresh]))
+
+    def _switch(self, lora: str | None) -> None:
+        if lora != self._current:
+            use_lora(self._policy, *(self._loras[lora] if lora is not None else (None, {})))
+            self._current = lora
+
+    def _place(self, choice: Choice, fresh: list[tuple[Choice, Tensor]]) -> tuple[Choice, Tensor]:
+        """Put a choice into the next row: its cache, and the logits of its first token."""
+        row = len(self._active)
+        prompt = choice.call.prompt
+        self._grow(row + 1, len(prompt) + 1)
+        self._active.append(choice)
+        for other, logits in fresh:
+            if other.call.prompt == prompt:
+                self._cache.copy_row(self._active.index(other), row, len(prompt))
+                return choice, logits
+        tokens = torch.tensor([prompt], device=self._device)
+        with torch.inference_mode():
+            hidden = self._policy.hidden(
+                tokens, cache=self._cache, rows=torch.tensor([row], device=self._device)
+            )
+            return choice, self._policy.logits(hidden[0, -1])
+
+    def _decode(self) -> None:
+        """One token for every active row."""
+        self._grow(len(self._active), max(choice.length for choice in self._active) + 1)
+        tokens = torch.tensor([[c.tokens[-1]] for c in self._active], device=self._device)
+        positions = torch.tensor([[c.length - 1] for c in self._active], device=self._device)
+        with torch.inference_mode():
+            hidden = self._policy.hidden(tokens, positions=positions, cache=self._cache)
+            logits = self._policy.logits(hidden[:, -1])
+        self._advance(list(self._active), logits)
+
+    def _advance(self, choices: list[Choice], logits: Tensor) -> None:
+        """Draw a token for each choice, tell the server, and let the finished ones go."""
+        tokens, logprobs = choose(
+            logits, [c.sampling for c in choices], [c.random.random() for c in choices]
+        )
+        for choice, token, logprob in zip(choices, tokens, logprobs, strict=True):
+            choice.tokens.append(token)
+            choice.logprobs.append(logprob)
+            text = choice.text.add(token)
+            finish = None
+            if token in self._tokenizer.eos_ids or choice.text.stopped:
+                finish = "stop"
+            elif len(choice.tokens) >= choice.limit:
+                finish = "length"
+            if finish:
+                text += choice.text.finish()
+                self._remove(choice)
+            self._tell(choice, text, finish)
+
+    def _tell(self, choice: Choice, text: str, finish: str | None) -> None:
+        """Send what is new: token by token to a stream, else once at the end."""
+        call = choice.call
+        delta = choice.pending or {"index": choice.index, "text": "", "told": 0}
+        delta["text"] += text
+        choice.pending = delta
+        if not (finish or call.stream):
+            return
+        told = delta.pop("told")
+        delta["token_ids"] = choice.tokens[told:]
+        delta["logprobs"] = choice.logprobs[told:]
+        delta["finish_reason"] = finish
+        self._channel.row(call.id, delta)
+        choice.pending = {"index": choice.index, "text": "", "told": len(choice.tokens)}
+        if finish:
+            call.unfinished -= 1
+            if not call.unfinished:
+                self._channel.done(call.id)
+
+    def _remove(self, choice: Choice) -> None:
+        """Free a row; the last row moves into it, so that the active ones stay without gaps."""
+        row = self._active.index(choice)
+        last = self._active.pop()
+        if last is not choice:
+            self._cache.copy_row(len(self._active), row, last.length)
+            self._active[row] = last
+
+    def _grow(self, rows: int, length: int) -> None:
+        """Make the cache large enough, doubling, so that it costs little and wastes less."""
+        if rows <= self._cache.rows and length <= self._cache.length:
+            return
+        old = self._cache
+        new_rows = next(n for n in _doubled(old.rows) if n >= rows)
+        new_length = next(n for n in _doubled(old.length) if n >= length)
+        self._cache = self._new_cache(new_rows, min(new_length, self._context))
+        for before, after in ((old.keys, self._cache.keys), (old.values, self._cache.values)):
+            for source, target in zip(before, after, strict=True):
+                target[: old.rows, :, : old.length] = source[:, :, : old.length]
+
+    def _new_cache(self, rows: int, length: int) -> KVCache:
+        dtype = self._policy.head.dtype
+        return KVCache(self._policy.architecture, rows, length, dtype=dtype, device=self._device)
+
+
+def _doubled(start: int) -> "itertools.accumulate[int]":
+    return itertools.accumulate(itertools.repeat(2, 32), lambda a, b: a * b, initial=start)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
+    EmbeddedWorker(parser.parse_args().model, Channel()).run()
+
+
+if __name__ == "__main__":
+    main()

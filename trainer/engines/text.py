@@ -1,0 +1,39 @@
+"""Tokens to text as they come: whole characters only, and nothing past a stop string."""
+
+import codecs
+from collections.abc import Sequence
+
+from trainer.tokenizer import Tokenizer
+
+
+class TextStream:
+    """The text of one choice, given out piece by piece."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._stop = [text for text in stop if text]
+        # Enough is held back that no part of a stop string is ever given out.
+        self._held_back = max((len(text) - 1 for text in self._stop), default=0)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._pending = ""
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        """The text that is certain after `token`."""
+        if self._tokenizer.is_special(token):
+            return ""
+        self._pending += self._decoder.decode(self._tokenizer.token_bytes(token))
+        found = [at for text in self._stop if (at := self._pending.find(text)) >= 0]
+        if found:
+            self.stopped = True
+            self._pending, text = "", self._pending[: min(found)]
+            return text
+        cut = max(len(self._pending) - self._held_back, 0)
+        text, self._pending = self._pending[:cut], self._pending[cut:]
+        return text
+
+    def finish(self) -> str:
+        """What was held back; a character that was never completed shows as U+FFFD."""
+        if self.stopped:
+            return ""
+        return self._pending + self._decoder.decode(b"", final=True)

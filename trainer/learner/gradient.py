@@ -1,0 +1,142 @@
+"""The gradient steps of one train call: logprobs, loss, backward, clip, AdamW."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainer.config import GrpoConfig
+from trainer.errors import Diverged
+from trainer.learner.grpo import LossInputs, grpo_loss
+from trainer.learner.pack import Row
+from trainer.learner.prepare import Metrics
+from trainer.learner.state import ADAPTER, State, read_tensors
+from trainer.model import Policy, load_lora, lora_state
+
+
+@dataclass(frozen=True)
+class Before:
+    """Logprobs [N] of a row that are fixed before the first gradient step."""
+
+    old: Tensor
+    reference: Tensor | None
+
+
+class GradientSteps:
+    """Takes the gradient steps that follow checkpoint `step`."""
+
+    def __init__(self, state: State, config: GrpoConfig, step: int, reward_std_dev: float) -> None:
+        self.state = state
+        self.config = config
+        self.learning_rate = config.learning_rate * schedule(config, step)
+        if config.scale_learning_rate_by_reward_std_dev:
+            self.learning_rate *= reward_std_dev
+        for group in state.optimizer.param_groups:
+            group["betas"] = (config.adam_beta1, config.adam_beta2)
+            group["eps"] = config.adam_epsilon
+            group["weight_decay"] = config.weight_decay
+        state.policy.activation_checkpointing = config.activation_checkpointing
+
+    def run(self, batches: list[list[Row]]) -> Iterator[Metrics]:
+        """One gradient step for each batch of rows."""
+        before = [[self._before(row) for row in batch] for batch in batches]
+        for batch, known in zip(batches, before, strict=True):
+            yield self._take(batch, known)
+
+    def _take(self, rows: list[Row], before: list[Before]) -> Metrics:
+        optimizer, config = self.state.optimizer, self.config
+        learning_rate = self.learning_rate * (
+            sum(row.trajectories for row in rows)
+            ** config.num_trajectories_learning_rate_multiplier_power
+        )
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.zero_grad(set_to_none=True)
+        tokens = sum(len(row.targets) for row in rows)
+        sums: dict[str, Tensor] = {}
+        for row, known in zip(rows, before, strict=True):
+            output = grpo_loss(self._inputs(row, known), config)
+            (output.loss / tokens).backward()  # type: ignore[no-untyped-call]
+            for name, value in output.metrics.items():
+                sums[name] = sums.get(name, torch.zeros_like(value)) + value
+        norm = torch.nn.utils.clip_grad_norm_(self.state.parameters, config.max_grad_norm)
+        metrics = {name: float(value) / tokens for name, value in sums.items()}
+        metrics |= {"loss/grad_norm": float(norm), "loss/learning_rate": learning_rate}
+        for name, number in metrics.items():
+            if not math.isfinite(number):
+                raise Diverged(f"`{name}` is `{number}`: the gradient step was not taken")
+        optimizer.step()
+        return metrics
+
+    def _inputs(self, row: Row, before: Before) -> LossInputs:
+        logprobs, entropies = self._logprobs(row)
+        return LossInputs(
+            logprobs=logprobs,
+            entropies=entropies,
+            old_logprobs=before.old,
+            sampler_logprobs=row.sampler_logprobs,
+            advantages=row.advantages,
+            weights=row.weights,
+            sequences=row.sequences,
+            reference_logprobs=before.reference,
+        )
+
+    @torch.no_grad()
+    def _before(self, row: Row) -> Before:
+        config, policy = self.config, self.state.policy
+        old, reference = row.sampler_logprobs, None
+        if config.precalculate_logprobs or config.truncated_importance_sampling is not None:
+            old, _ = self._logprobs(row)
+        if config.kl_penalty_coef and config.kl_ref_adapter_path is not None:
+            with_reference = Path(config.kl_ref_adapter_path) / ADAPTER
+            reference = self._logprobs_of(read_tensors(with_reference), row)
+        elif config.kl_penalty_coef:
+            policy.set_lora_enabled(False)
+            reference, _ = self._logprobs(row)
+            policy.set_lora_enabled(True)
+        return Before(old, reference)
+
+    def _logprobs_of(self, lora: dict[str, Tensor], row: Row) -> Tensor:
+        """Logprobs of `row` with another LoRA; ours is put back."""
+        policy = self.state.policy
+        ours = {name: tensor.clone() for name, tensor in lora_state(policy).items()}
+        try:
+            load_lora(policy, lora)
+            logprobs, _ = self._logprobs(row)
+        finally:
+            load_lora(policy, ours)
+        return logprobs
+
+    def _logprobs(self, row: Row) -> tuple[Tensor, Tensor]:
+        return row_logprobs(
+            self.state.policy, row, chunk=self.config.logprob_calculation_chunk_size
+        )
+
+
+def row_logprobs(policy: Policy, row: Row, *, chunk: int = 1024) -> tuple[Tensor, Tensor]:
+    """Logprobs and entropies [N] of a row's chosen tokens."""
+    return policy.logprobs(
+        row.tokens[None],
+        mask=row.mask()[None],
+        positions=row.positions[None],
+        predictors=row.predictors,
+        targets=row.targets,
+        chunk=chunk,
+    )
+
+
+def schedule(config: GrpoConfig, step: int) -> float:
+    """Share of the learning rate at the train call that follows `step`."""
+    if step < config.warmup_steps:
+        return (step + 1) / (config.warmup_steps + 1)
+    if config.lr_scheduler_type == "constant":
+        return 1.0
+    assert config.max_steps is not None  # the config has checked it
+    span = max(config.max_steps - config.warmup_steps, 1)
+    progress = min((step - config.warmup_steps) / span, 1.0)
+    if config.lr_scheduler_type == "linear":
+        return 1 - progress
+    return (1 + math.cos(math.pi * progress)) / 2

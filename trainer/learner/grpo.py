@@ -1,0 +1,130 @@
+"""The loss of one gradient step, on one page: GRPO with ART's settings, and what ART lacks.
+
+Everything is per chosen token, in flat tensors [N]; there is no padding to mask. By default it is
+CISPO, as in ART: -sg(clip(rho, 0, 5)) * A * logprob with rho = exp(new - old). The mean is over
+tokens with each trajectory weighing the same, there is no KL term, and advantages are centred on
+the group's mean but not divided by its deviation.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.config import GrpoConfig
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What is known of the N chosen tokens of a gradient step."""
+
+    logprobs: Tensor  # [N] current policy, with gradient
+    entropies: Tensor  # [N] current policy
+    old_logprobs: Tensor  # [N] the policy that ratios are taken against; NaN where unknown
+    sampler_logprobs: Tensor  # [N] what the engine reported; NaN where unknown
+    advantages: Tensor  # [N]
+    weights: Tensor  # [N] mean 1 over a step
+    sequences: Tensor  # [N] which sequence the token belongs to
+    reference_logprobs: Tensor | None = None  # [N] only with a KL penalty
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """Sums over tokens, so that rows and processes add up; divide by the number of tokens."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+def grpo_loss(inputs: LossInputs, config: GrpoConfig) -> LossOutput:
+    """The loss summed over tokens, and sums of what is reported."""
+    new = inputs.logprobs
+    # An unknown logprob counts as the current one: ratio 1, and the gradient of REINFORCE.
+    old = torch.where(inputs.old_logprobs.isnan(), new.detach(), inputs.old_logprobs)
+    advantages = inputs.advantages
+    log_ratio = new - old
+    ratio = importance_ratio(log_ratio, inputs.sequences, config)
+    low, high = config.clip_range
+    if (cap := config.max_negative_advantage_importance_sampling_weight) is not None:
+        ratio = torch.where(advantages < 0, ratio.clamp(max=cap), ratio)
+    inside = (ratio > low) & (ratio < high)
+    if config.mask_prob_ratio:
+        ratio = torch.where(inside, ratio, 0.0)
+    if config.kimi_k2_tau is not None:
+        advantages = advantages - config.kimi_k2_tau * log_ratio.detach()
+    if inputs.reference_logprobs is not None and config.kl_penalty == "advantage":
+        drift = (new - inputs.reference_logprobs).detach()
+        advantages = advantages + config.kl_penalty_coef * (drift.mean() - drift)
+
+    clipped = ratio.clamp(low, high)
+    if config.ppo:
+        gain = torch.minimum(ratio * advantages, clipped * advantages)
+        if config.dual_clip is not None:
+            floor = config.dual_clip * advantages
+            gain = torch.where(advantages < 0, torch.maximum(gain, floor), gain)
+        was_clipped = clipped * advantages < ratio * advantages
+    else:
+        gain = clipped.detach() * advantages * new
+        was_clipped = clipped != ratio
+    loss = -gain
+    if config.truncated_importance_sampling is not None:
+        loss = loss * mismatch_weight(inputs, old, config.truncated_importance_sampling)
+    if inputs.reference_logprobs is not None and config.kl_penalty == "k3":
+        loss = loss + config.kl_penalty_coef * k3(new, inputs.reference_logprobs)
+    return LossOutput(
+        (loss * inputs.weights).sum(), _metrics(inputs, old, loss, was_clipped, ratio)
+    )
+
+
+def importance_ratio(log_ratio: Tensor, sequences: Tensor, config: GrpoConfig) -> Tensor:
+    """[N] ratio of new to old probability, of each token or of its sequence (GSPO)."""
+    level = config.importance_sampling_level
+    if level == "token":
+        return log_ratio.exp()
+    mean = sequence_mean(log_ratio, sequences)
+    if level == "sequence":
+        return mean.exp()
+    if level == "average":
+        return (log_ratio.exp() + mean.exp()) / 2
+    return ((log_ratio + mean) / 2).exp()
+
+
+def sequence_mean(values: Tensor, sequences: Tensor) -> Tensor:
+    """[N] mean of `values` over the tokens of each token's own sequence."""
+    count = int(sequences.max()) + 1
+    total = values.new_zeros(count).index_add(0, sequences, values)
+    tokens = values.new_zeros(count).index_add(0, sequences, torch.ones_like(values))
+    return (total / tokens)[sequences]
+
+
+def mismatch_weight(inputs: LossInputs, old: Tensor, cap: float) -> Tensor:
+    """[N] learner over sampler probability of the sampled token, at most `cap`."""
+    sampler = torch.where(inputs.sampler_logprobs.isnan(), old, inputs.sampler_logprobs)
+    return (old - sampler).exp().clamp(max=cap).detach()
+
+
+def k3(new: Tensor, other: Tensor) -> Tensor:
+    """[N] Schulman's k3 estimate of KL(new || other): never negative, unbiased, low variance."""
+    difference = other - new
+    return difference.exp() - 1 - difference
+
+
+def _metrics(
+    inputs: LossInputs, old: Tensor, loss: Tensor, was_clipped: Tensor, ratio: Tensor
+) -> dict[str, Tensor]:
+    with torch.no_grad():
+        new, weights = inputs.logprobs.detach(), inputs.weights
+        sampler = torch.where(inputs.sampler_logprobs.isnan(), new, inputs.sampler_logprobs)
+        metrics = {
+            "loss/train": (loss * weights).sum(),
+            "loss/entropy": (inputs.entropies * weights).sum(),
+            "loss/kl_div": k3(new, old).sum(),
+            "loss/clip_frac": was_clipped.float().sum(),
+            "loss/ratio": ratio.sum(),
+            # How far the engine's probabilities are from the learner's for the same tokens.
+            "loss/sampler_kl": k3(sampler, new).sum(),
+            "loss/sampler_gap": (new - sampler).abs().sum(),
+        }
+        if inputs.reference_logprobs is not None:
+            metrics["loss/kl_policy_ref"] = (new - inputs.reference_logprobs).sum()
+    return metrics

@@ -1,0 +1,50 @@
+"""The learner as the backend sees it: a worker process that turns groups into a checkpoint."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from trainer.channel import Worker
+from trainer.config import GrpoConfig, LoraConfig
+
+
+class Learner:
+    """Handle of `trainer.learner.worker`."""
+
+    def __init__(self, base_model: str, *, log: Path) -> None:
+        self._worker = Worker(
+            "learner", "trainer.learner.worker", ["--base-model", base_model], log=log
+        )
+
+    @property
+    def running(self) -> bool:
+        return self._worker.running
+
+    async def start(self) -> None:
+        await self._worker.start()
+
+    async def stop(self) -> None:
+        await self._worker.stop()
+
+    async def prepare(self, checkpoints: Path, lora: LoraConfig) -> int:
+        """Make sure there is a checkpoint to start from, and return the newest good step."""
+        answer = await self._worker.call(
+            "prepare", checkpoints=str(checkpoints), lora=lora.model_dump(mode="json")
+        )
+        return int(answer["step"])
+
+    def train(
+        self,
+        checkpoints: Path,
+        groups: list[dict[str, Any]],
+        config: GrpoConfig,
+        lora: LoraConfig,
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Train one step: a row of metrics per gradient step, then the row of the checkpoint."""
+        return self._worker.stream(
+            "train",
+            checkpoints=str(checkpoints),
+            groups=groups,
+            config=config.model_dump(mode="json"),
+            lora=lora.model_dump(mode="json"),
+        )

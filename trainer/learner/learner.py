@@ -1,0 +1,165 @@
+"""One train call: groups in, gradient steps, one checkpoint more.
+
+Straight through, top to bottom: read the last good checkpoint, prepare and pack the groups,
+take the gradient steps, write the next checkpoint.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer import checkpoint
+from trainer.config import GrpoConfig, LoraConfig
+from trainer.errors import OutOfMemory
+from trainer.learner.gradient import GradientSteps
+from trainer.learner.pack import Row, pack
+from trainer.learner.prepare import Prepared, prepare
+from trainer.learner.state import State, check_belongs
+from trainer.model import Policy, load_model
+from trainer.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class Learner:
+    """Trains LoRAs of one base model. Holds one run at a time; another is read from its disk."""
+
+    def __init__(
+        self, base_model: str, directory: Path, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.base_model = base_model
+        self.directory = directory
+        self.dtype = dtype
+        self.device = device
+        self.tokenizer = Tokenizer(directory)
+        self.state: State | None = None
+        self.loaded: tuple[Path, int] | None = None  # the run and step that `state` holds
+
+    def prepare(self, checkpoints: Path, lora: LoraConfig) -> int:
+        """The run's latest good step; a new run gets checkpoint 0 with a fresh LoRA."""
+        checkpoint.clean(checkpoints)
+        step = checkpoint.latest(checkpoints)
+        if step is None:
+            step = 0
+            state = State(self._policy(lora), lora.seed)
+            self._save(state, checkpoints, step, lora, parent=None, config=None)
+            self.state, self.loaded = state, (checkpoints, step)
+        else:
+            check_belongs(
+                checkpoint.path_of(checkpoints, step), base_model=self.base_model, lora=lora
+            )
+        return step
+
+    def train(
+        self,
+        checkpoints: Path,
+        groups: Sequence[dict[str, Any]],
+        config: GrpoConfig,
+        lora: LoraConfig,
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the metrics of each gradient step, then the checkpoint that was made."""
+        try:
+            step = self._load(checkpoints, lora)
+            yield from self._train(checkpoints, step, groups, config, lora)
+        except torch.OutOfMemoryError as exc:
+            self.loaded = None
+            raise OutOfMemory(f"The step does not fit the GPU: {exc}") from exc
+        except BaseException:
+            # Weights may be half stepped: the next call starts from the last good checkpoint.
+            self.loaded = None
+            raise
+
+    def _train(
+        self,
+        checkpoints: Path,
+        step: int,
+        groups: Sequence[dict[str, Any]],
+        config: GrpoConfig,
+        lora: LoraConfig,
+    ) -> Iterator[dict[str, Any]]:
+        assert self.state is not None
+        state = self.state
+        prepared = prepare(self.tokenizer, groups, config, limit=self._limit(config))
+        batches = self._batches(prepared, config)
+        prepared.metrics |= {
+            "data/step_num_gradient_steps": float(len(batches)),
+            "num_gradient_steps": float(len(batches)),
+        }
+        if not batches:
+            reasons = sorted({drop["reason"] for drop in prepared.dropped})
+            logger.warning(
+                "step %s trains on nothing: %s", step + 1, ", ".join(reasons) or "no group"
+            )
+            yield prepared.metrics
+        steps = GradientSteps(state, config, step, prepared.reward_std_dev)
+        for metrics in steps.run(batches):
+            yield {**prepared.metrics, **metrics}
+        path = self._save(state, checkpoints, step + 1, lora, parent=step, config=config)
+        self.loaded = (checkpoints, step + 1)
+        yield {"checkpoint": str(path), "step": step + 1, "dropped": prepared.dropped}
+
+    def _batches(self, prepared: Prepared, config: GrpoConfig) -> list[list[Row]]:
+        """The rows of each gradient step, in an order drawn from the run's own generator."""
+        assert self.state is not None
+        if not prepared.samples:
+            return []
+        rows = pack(prepared.samples, length=config.packed_sequence_length)
+        order = torch.randperm(len(rows), generator=self.state.generator).tolist()
+        prepared.metrics |= {
+            "data/step_num_rows": float(len(rows)),
+            "data/step_packed_tokens": float(sum(len(row.tokens) for row in rows)),
+            "data/step_unshared_tokens": float(sum(row.unshared for row in rows)),
+        }
+        size = config.grad_accumulation_sequences or 1
+        return [
+            [rows[index].to(self.device) for index in order[at : at + size]]
+            for at in range(0, len(order), size)
+        ]
+
+    def _limit(self, config: GrpoConfig) -> int:
+        assert self.state is not None
+        limits: list[int | None] = [
+            self.state.policy.max_seq_len,
+            config.max_seq_length,
+            config.packed_sequence_length,
+        ]
+        return min(limit for limit in limits if limit is not None)
+
+    def _policy(self, lora: LoraConfig) -> Policy:
+        return load_model(self.directory, lora=lora, dtype=self.dtype, device=self.device)
+
+    def _load(self, checkpoints: Path, lora: LoraConfig) -> int:
+        """Bring the run's latest good step into memory."""
+        step = self.prepare(checkpoints, lora)
+        if self.loaded == (checkpoints, step):
+            return step
+        path = checkpoint.path_of(checkpoints, step)
+        self.loaded = None
+        if self.state is None or self.state.policy.lora != lora:
+            self.state = State(self._policy(lora), lora.seed)
+        self.state.read(path)
+        self.loaded = (checkpoints, step)
+        return step
+
+    def _save(
+        self,
+        state: State,
+        checkpoints: Path,
+        step: int,
+        lora: LoraConfig,
+        *,
+        parent: int | None,
+        config: GrpoConfig | None,
+    ) -> Path:
+        about = {
+            "base_model": self.base_model,
+            "lora": lora.model_dump(mode="json", exclude={"seed"}),
+            "parent": parent,
+            "config": config.model_dump(mode="json") if config else None,
+        }
+        return checkpoint.save(
+            checkpoints, step, lambda path: state.write(path, base_model=self.base_model), about
+        )

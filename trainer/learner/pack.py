@@ -1,0 +1,259 @@
+"""Groups of token sequences to packed rows in which every shared prefix is computed once.
+
+The sequences of a group form a tree: a prompt, the completions that fork from it, their own forks
+in later turns. A row holds one or several trees laid out depth first, so that what a token may
+look at is: itself, what precedes it in its segment, and the segments above. The token after a
+fork is predicted from the last shared position, so nothing is stored twice and nothing is padded.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Ids = NDArray[np.int64]
+
+
+@dataclass
+class Sample:
+    """One token sequence with what the loss needs to know of it."""
+
+    ids: list[int]
+    mask: list[bool]
+    logprobs: list[float]
+    advantage: float
+    weight: float
+    group: int
+    """Sequences of one group may share prefixes."""
+    trajectory: int
+
+    @property
+    def inputs(self) -> int:
+        """Tokens the model must read: nothing after the last one that predicts a chosen token."""
+        return max(index for index, chosen in enumerate(self.mask) if chosen)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One packed row of T tokens that predict N chosen tokens."""
+
+    tokens: Tensor  # [T]
+    positions: Tensor  # [T] position of each token in its own sequence
+    segments: Tensor  # [T] segment of the tree
+    ancestors: Tensor  # [S, S] True where a segment may look at another, itself included
+    predictors: Tensor  # [N] index in the row of the token before each chosen one
+    targets: Tensor  # [N] the chosen tokens
+    sampler_logprobs: Tensor  # [N] the sampler's; NaN where unknown
+    advantages: Tensor  # [N]
+    weights: Tensor  # [N]
+    sequences: Tensor  # [N] which sequence a chosen token belongs to
+    trajectories: int
+    unshared: int
+    """Tokens the row would have without sharing."""
+
+    def mask(self) -> Tensor:
+        """[T, T] True where a query (first) may look at a key."""
+        length, device = len(self.tokens), self.tokens.device
+        causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+        return causal & self.ancestors[self.segments][:, self.segments]
+
+    def to(self, device: torch.device) -> "Row":
+        moved = {name: value.to(device) for name, value in vars(self).items() if name in TENSORS}
+        return replace(self, **moved)
+
+
+TENSORS = frozenset(item.name for item in fields(Row) if item.type is Tensor)
+
+
+@dataclass
+class _Segment:
+    ids: Ids
+    start: int
+    parent: int | None
+    children: dict[int, int] = field(default_factory=dict)  # first token -> segment
+
+
+class Tree:
+    """The sequences of one group, every shared prefix stored once."""
+
+    def __init__(self) -> None:
+        self.segments: list[_Segment] = []
+        self.roots: dict[int, int] = {}
+        self.samples: list[Sample] = []
+        self.size = 0
+
+    def cost(self, ids: Ids) -> int:
+        """Tokens that adding `ids` would add."""
+        _, matched, _ = self._walk(ids)
+        return len(ids) - matched
+
+    def add(self, sample: Sample) -> None:
+        ids = np.asarray(sample.ids[: sample.inputs], dtype=np.int64)
+        at, matched, inside = self._walk(ids)
+        if at is not None and inside < len(self.segments[at].ids):
+            self._split(at, inside)
+        if matched < len(ids):
+            self._attach(at, _Segment(ids[matched:], matched, at))
+            self.size += len(ids) - matched
+        self.samples.append(sample)
+
+    def path(self, ids: Ids) -> list[int]:
+        """Segments from the root to the end of `ids`, all of which must be in the tree."""
+        at, children, found = 0, self.roots, []
+        while at < len(ids):
+            index = children[int(ids[at])]
+            found.append(index)
+            at += len(self.segments[index].ids)
+            children = self.segments[index].children
+        return found
+
+    def order(self) -> list[int]:
+        """Segments depth first: parents before children."""
+        stack, order = list(reversed(self.roots.values())), []
+        while stack:
+            index = stack.pop()
+            order.append(index)
+            stack += reversed(self.segments[index].children.values())
+        return order
+
+    def _walk(self, ids: Ids) -> tuple[int | None, int, int]:
+        """The segment reached, tokens matched in all, and tokens matched within that segment."""
+        at: int | None = None
+        matched, inside, children = 0, 0, self.roots
+        while matched < len(ids) and int(ids[matched]) in children:
+            at = children[int(ids[matched])]
+            segment = self.segments[at]
+            length = min(len(segment.ids), len(ids) - matched)
+            differs = np.nonzero(segment.ids[:length] != ids[matched : matched + length])[0]
+            inside = int(differs[0]) if len(differs) else length
+            matched += inside
+            if inside < len(segment.ids):
+                break
+            children = segment.children
+        return at, matched, inside
+
+    def _split(self, at: int, inside: int) -> None:
+        """Cut a segment in two: the index keeps the upper part."""
+        segment = self.segments[at]
+        lower = _Segment(segment.ids[inside:], segment.start + inside, at, segment.children)
+        for child in lower.children.values():
+            self.segments[child].parent = len(self.segments)
+        segment.ids, segment.children = segment.ids[:inside], {}
+        self._attach(at, lower)
+
+    def _attach(self, parent: int | None, segment: _Segment) -> None:
+        children = self.roots if parent is None else self.segments[parent].children
+        children[int(segment.ids[0])] = len(self.segments)
+        self.segments.append(segment)
+
+
+def pack(samples: Sequence[Sample], *, length: int | None, share: bool = True) -> list[Row]:
+    """Pack `samples` into rows of at most `length` tokens (None: the longest, up to 2,048s)."""
+    longest = max(sample.inputs for sample in samples)
+    if length is None:
+        length = math.ceil(longest / 2048) * 2048
+    assert longest <= length, "the caller drops what does not fit"
+    bins: list[list[Tree]] = []
+    for tree in sorted(_trees(samples, length, share), key=lambda tree: -tree.size):
+        for trees in bins:
+            if sum(other.size for other in trees) + tree.size <= length:
+                trees.append(tree)
+                break
+        else:
+            bins.append([tree])
+    return [_row(trees) for trees in bins]
+
+
+def _trees(samples: Sequence[Sample], length: int, share: bool) -> list[Tree]:
+    """A tree per group; a group that does not fit one row becomes several."""
+    groups: dict[int, list[Sample]] = {}
+    for number, sample in enumerate(samples):
+        groups.setdefault(sample.group if share else number, []).append(sample)
+    trees = []
+    for group in groups.values():
+        tree = Tree()
+        # In order of their tokens, those that share the longest prefixes stay together.
+        for sample in sorted(group, key=lambda sample: sample.ids):
+            ids = np.asarray(sample.ids[: sample.inputs], dtype=np.int64)
+            if tree.size + tree.cost(ids) > length:
+                trees.append(tree)
+                tree = Tree()
+            tree.add(sample)
+        trees.append(tree)
+    return trees
+
+
+def _row(trees: list[Tree]) -> Row:
+    tokens: list[Ids] = []
+    positions: list[Ids] = []
+    segments: list[Ids] = []
+    chosen: list[tuple[int, int, float, float, float, int]] = []
+    ancestors = torch.zeros(0, 0, dtype=torch.bool)
+    size = sequences = 0
+    for tree in trees:
+        offsets = {}  # segment -> its place in the row
+        base = len(ancestors)
+        order = tree.order()
+        ancestors = torch.block_diag(ancestors, _ancestors(tree, order))  # type: ignore[no-untyped-call]
+        for number, index in enumerate(order):
+            segment = tree.segments[index]
+            offsets[index] = size
+            tokens.append(segment.ids)
+            positions.append(np.arange(segment.start, segment.start + len(segment.ids)))
+            segments.append(np.full(len(segment.ids), base + number))
+            size += len(segment.ids)
+        for sample in tree.samples:
+            chosen += _chosen(tree, sample, offsets, sequences)
+            sequences += 1
+    samples = [sample for tree in trees for sample in tree.samples]
+    columns = list(zip(*chosen, strict=True))
+    return Row(
+        tokens=torch.from_numpy(np.concatenate(tokens)),
+        positions=torch.from_numpy(np.concatenate(positions)),
+        segments=torch.from_numpy(np.concatenate(segments)),
+        ancestors=ancestors.bool(),
+        predictors=torch.tensor(columns[0]),
+        targets=torch.tensor(columns[1]),
+        sampler_logprobs=torch.tensor(columns[2], dtype=torch.float32),
+        advantages=torch.tensor(columns[3], dtype=torch.float32),
+        weights=torch.tensor(columns[4], dtype=torch.float32),
+        sequences=torch.tensor(columns[5]),
+        trajectories=len({sample.trajectory for sample in samples}),
+        unshared=sum(sample.inputs for sample in samples),
+    )
+
+
+def _ancestors(tree: Tree, order: list[int]) -> Tensor:
+    number = {index: place for place, index in enumerate(order)}
+    ancestors = torch.eye(len(order), dtype=torch.bool)
+    for place, index in enumerate(order):
+        parent = tree.segments[index].parent
+        if parent is not None:
+            ancestors[place] |= ancestors[number[parent]]
+    return ancestors
+
+
+def _chosen(
+    tree: Tree, sample: Sample, offsets: dict[int, int], sequence: int
+) -> list[tuple[int, int, float, float, float, int]]:
+    """Predictor, target, logprob, advantage, weight and sequence of every chosen token."""
+    ids = np.asarray(sample.ids[: sample.inputs], dtype=np.int64)
+    place = np.concatenate(
+        [offsets[index] + np.arange(len(tree.segments[index].ids)) for index in tree.path(ids)]
+    )
+    return [
+        (
+            int(place[at - 1]),
+            sample.ids[at],
+            sample.logprobs[at],
+            sample.advantage,
+            sample.weight,
+            sequence,
+        )
+        for at, chosen in enumerate(sample.mask)
+        if chosen and at > 0
+    ]

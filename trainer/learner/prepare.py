@@ -1,0 +1,143 @@
+"""Groups of a train request to samples with advantages, and the reason for each one left out."""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.config import GrpoConfig
+from trainer.errors import BadRequest
+from trainer.learner.pack import Sample
+from trainer.learner.tokenize import Tokenized, tokenize_trajectory
+from trainer.tokenizer import Tokenizer
+
+Group = Mapping[str, Any]
+Metrics = dict[str, float]
+
+
+@dataclass
+class Prepared:
+    """What a step trains on, what it does not and why, and the counts that are reported."""
+
+    samples: list[Sample] = field(default_factory=list)
+    dropped: list[dict[str, Any]] = field(default_factory=list)
+    metrics: Metrics = field(default_factory=dict)
+    reward_std_dev: float = 0.0
+    """Mean over trainable groups of the rewards' standard deviation."""
+
+    def drop(self, reason: str, group: int, **detail: Any) -> None:
+        self.dropped.append({"reason": reason, "group": group, **detail})
+
+
+def prepare(
+    tokenizer: Tokenizer, groups: Sequence[Group], config: GrpoConfig, *, limit: int
+) -> Prepared:
+    """Tokenise and weigh every group; `limit` is the longest sequence that is trained on."""
+    result = Prepared()
+    deviations = []
+    retokenized = trajectories = trainable = 0
+    for index, group in enumerate(groups):
+        members = list(group.get("trajectories") or [])
+        trajectories += len(members)
+        rewards = _rewards(members, index)
+        advantages = group_advantages(rewards, scale=config.scale_rewards)
+        if advantages is None:
+            result.drop("equal_rewards" if members else "empty_group", index, size=len(members))
+            continue
+        before = len(result.samples)
+        for number, (member, advantage) in enumerate(zip(members, advantages, strict=True)):
+            tokenized = tokenize_trajectory(
+                tokenizer,
+                member,
+                allow_without_logprobs=config.allow_training_without_logprobs,
+            )
+            retokenized += tokenized.retokenized
+            if reason := _reason_to_drop(tokenized, limit):
+                result.drop(reason, index, trajectory=number)
+            elif advantage or config.kl_penalty_coef or config.kimi_k2_tau:
+                result.samples += _samples(tokenized, advantage, index, len(result.samples))
+        if len(result.samples) > before:
+            trainable += 1
+            deviations.append(statistics.pstdev(rewards))
+    if result.samples:
+        _balance(result.samples, config)
+        result.reward_std_dev = statistics.fmean(deviations)
+    result.metrics = {
+        "data/step_num_groups_submitted": float(len(groups)),
+        "data/step_num_groups_trainable": float(trainable),
+        "data/step_num_scenarios": float(len(groups)),
+        "data/step_num_trajectories": float(trajectories),
+        "data/step_trainer_tokens": float(sum(sum(sample.mask) for sample in result.samples)),
+        "data/retokenized": float(retokenized),
+    }
+    for drop in result.dropped:
+        name = f"data/dropped_{drop['reason']}"
+        result.metrics[name] = result.metrics.get(name, 0.0) + 1
+    return result
+
+
+def group_advantages(rewards: Sequence[float], *, scale: bool) -> list[float] | None:
+    """Rewards centred on the group's mean, or None when there is nothing to learn from them."""
+    if all(reward == rewards[0] for reward in rewards):  # not `centred == 0`: means are inexact
+        return None
+    mean = statistics.fmean(rewards)
+    divisor = statistics.pstdev(rewards) + 1e-6 if scale else 1.0
+    return [(reward - mean) / divisor for reward in rewards]
+
+
+def _rewards(members: Sequence[Mapping[str, Any]], group: int) -> list[float]:
+    rewards = []
+    for number, member in enumerate(members):
+        reward = member.get("reward")
+        if not isinstance(reward, int | float) or not math.isfinite(reward):
+            raise BadRequest(
+                f"Trajectory `{number}` of group `{group}` has the reward `{reward}`",
+                hint="A reward must be a finite number; mend the reward function",
+            )
+        rewards.append(float(reward))
+    return rewards
+
+
+def _reason_to_drop(tokenized: Tokenized, limit: int) -> str | None:
+    if not tokenized.chosen:
+        return "no_logprobs" if tokenized.without_logprobs else "no_trainable_tokens"
+    if any(len(sequence.ids) > limit for sequence in tokenized.sequences):
+        return "too_long"
+    return None
+
+
+def _samples(tokenized: Tokenized, advantage: float, group: int, trajectory: int) -> list[Sample]:
+    weight = 1 / tokenized.chosen
+    return [
+        Sample(
+            ids=sequence.ids,
+            mask=sequence.mask,
+            logprobs=sequence.logprobs,
+            advantage=advantage,
+            weight=weight,
+            group=group,
+            trajectory=trajectory,
+        )
+        for sequence in tokenized.sequences
+    ]
+
+
+def _balance(samples: list[Sample], config: GrpoConfig) -> None:
+    """Scale weights to a mean of 1 over tokens and, if asked, advantages to a mean size of 1."""
+    tokens = [sum(sample.mask) for sample in samples]
+    if config.loss_mean == "token":
+        for sample in samples:
+            sample.weight = 1.0
+    mean = sum(sample.weight * n for sample, n in zip(samples, tokens, strict=True)) / sum(tokens)
+    for sample in samples:
+        sample.weight /= mean
+        if sample.advantage * config.advantage_balance < 0:
+            sample.advantage *= 1 - abs(config.advantage_balance)
+    if config.scale_advantages:
+        size = sum(
+            abs(sample.advantage) * sample.weight * n
+            for sample, n in zip(samples, tokens, strict=True)
+        ) / sum(tokens)
+        for sample in samples:
+            sample.advantage /= size or 1.0

@@ -1,0 +1,92 @@
+"""What a run carries from step to step: the LoRA, AdamW's moments and the shuffling generator.
+
+On disk it is two safetensors files in a checkpoint; nothing is ever unpickled.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from trainer import checkpoint
+from trainer.config import LoraConfig
+from trainer.errors import CheckpointError
+from trainer.model import Policy, load_lora, lora_state, peft_config
+
+ADAPTER = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+OPTIMIZER = "optimizer.safetensors"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class State:
+    """The trained weights of `policy`, its optimizer and its randomness."""
+
+    def __init__(self, policy: Policy, seed: int) -> None:
+        self.policy = policy
+        self.names = policy.trainable()
+        self.parameters = list(self.names.values())
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1.0)
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def write(self, directory: Path, *, base_model: str) -> None:
+        """Write the files of a checkpoint into `directory`."""
+        assert self.policy.lora is not None
+        weights = {
+            name: tensor.cpu().contiguous() for name, tensor in lora_state(self.policy).items()
+        }
+        save_file(weights, directory / ADAPTER, metadata={"format": "pt"})
+        config = peft_config(self.policy.lora, base_model)
+        (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        save_file(self._optimizer_tensors(), directory / OPTIMIZER)
+
+    def read(self, directory: Path) -> None:
+        """Go on from the checkpoint in `directory`, whose files have been verified."""
+        load_lora(self.policy, read_tensors(directory / ADAPTER))
+        tensors = read_tensors(directory / OPTIMIZER)
+        self.generator.set_state(tensors["generator"])
+        self.optimizer.state.clear()
+        for name, parameter in self.names.items():
+            if f"step.{name}" in tensors:
+                self.optimizer.state[parameter] = {
+                    "step": tensors[f"step.{name}"],
+                    **{
+                        moment: tensors[f"{moment}.{name}"].to(parameter.device)
+                        for moment in MOMENTS
+                    },
+                }
+
+    def _optimizer_tensors(self) -> dict[str, Tensor]:
+        tensors = {"generator": self.generator.get_state()}
+        for name, parameter in self.names.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                tensors[f"{key}.{name}"] = value.detach().cpu().contiguous()
+        return tensors
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as exc:
+        raise CheckpointError(
+            f"`{path}` cannot be read: {exc}", hint="Use the step before it, or pull it again"
+        ) from exc
+
+
+def check_belongs(path: Path, *, base_model: str, lora: LoraConfig) -> dict[str, Any]:
+    """The manifest of the checkpoint at `path`, which must be whole, of this model and LoRA."""
+    manifest = checkpoint.verify(path)
+    for what, found, wanted in (
+        ("base model", manifest.get("base_model"), base_model),
+        ("LoRA", manifest.get("lora"), lora.model_dump(mode="json", exclude={"seed"})),
+    ):
+        if found != wanted:
+            raise CheckpointError(
+                f"The checkpoint `{path}` is of the {what} `{found}`, not `{wanted}`",
+                hint="Register the run under another name, or with what it was started with",
+            )
+    return manifest

@@ -1,0 +1,199 @@
+"""Trajectories, as they come over the wire, to token ids and the tokens the policy chose.
+
+The tokens that were sampled are the tokens that are trained on: exact ids from the ledger (`art`
+in a choice) win, then the ids in `token_id:N` logprobs, whose prompt is rendered by the chat
+template. Only a choice with neither is tokenised again, and counted.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.errors import BadRequest
+from trainer.tokenizer import Tokenizer
+
+PREFIX = "token_id:"
+Item = Mapping[str, Any]
+
+
+@dataclass
+class TokenSequence:
+    """One path of tokens through the model."""
+
+    ids: list[int]
+    mask: list[bool]
+    """True where the policy chose the token."""
+    logprobs: list[float]
+    """The sampler's logprobs; NaN where the policy did not choose or they are unknown."""
+
+    def extend(self, ids: Sequence[int], *, chosen: bool, logprobs: Sequence[float] = ()) -> None:
+        self.ids += ids
+        self.mask += [chosen] * len(ids)
+        self.logprobs += logprobs if chosen and logprobs else [math.nan] * len(ids)
+
+
+@dataclass
+class Tokenized:
+    """A trajectory's sequences, and how many of its choices were not exact."""
+
+    sequences: list[TokenSequence] = field(default_factory=list)
+    retokenized: int = 0
+    without_logprobs: int = 0
+
+    @property
+    def chosen(self) -> int:
+        return sum(sum(sequence.mask) for sequence in self.sequences)
+
+
+@dataclass
+class _Choice:
+    """What is known of one choice: its own tokens, and its prompt's if the ledger has them."""
+
+    completion: list[int] | None
+    logprobs: list[float]
+    prompt: list[int] | None = None
+
+
+def tokenize_trajectory(
+    tokenizer: Tokenizer, trajectory: Mapping[str, Any], *, allow_without_logprobs: bool = False
+) -> Tokenized:
+    """All histories of one trajectory. Choices without logprobs are left out unless allowed."""
+    result = Tokenized()
+    histories = [trajectory, *(trajectory.get("additional_histories") or [])]
+    for history in histories:
+        _History(tokenizer, history, allow_without_logprobs, result).run()
+    return result
+
+
+class _History:
+    """One conversation, walked choice by choice."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, history: Mapping[str, Any], allow: bool, result: Tokenized
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.tools = history.get("tools") or None
+        self.items: list[Item] = list(history.get("messages_and_choices") or [])
+        self.messages = [item["message"] if is_choice(item) else item for item in self.items]
+        self.allow = allow
+        self.result = result
+        self.current: TokenSequence | None = None
+        self.rendered_to = 0  # messages whose tokens are in `current`
+
+    def run(self) -> None:
+        for index, item in enumerate(self.items):
+            if not is_choice(item):
+                continue
+            choice = read_choice(item)
+            if not choice.logprobs and not self.allow:
+                self.result.without_logprobs += 1
+                continue
+            self._add(index, choice)
+
+    def _add(self, index: int, choice: _Choice) -> None:
+        prompt = choice.prompt if choice.prompt is not None else self._prompt(index)
+        completion = choice.completion
+        logprobs = choice.logprobs
+        if completion is None:
+            completion = self._retokenize(index)
+            self.result.retokenized += 1
+            if len(completion) != len(logprobs):
+                # The engine's tokens and ours differ, so that its logprobs belong to none of them.
+                if logprobs and not self.allow:
+                    self.result.without_logprobs += 1
+                    return
+                logprobs = []
+        if not completion:
+            return
+        current = self.current
+        if current is None or prompt[: len(current.ids)] != current.ids:
+            # A first choice, or a template that rewrites history: a path of its own.
+            current = self.current = TokenSequence([], [], [])
+            self.result.sequences.append(current)
+        current.extend(prompt[len(current.ids) :], chosen=False)
+        current.extend(completion, chosen=True, logprobs=logprobs)
+        self.rendered_to = index + 1
+
+    def _prompt(self, index: int) -> list[int]:
+        """Ids of everything before choice `index`: exact where sampled, rendered elsewhere."""
+        text = self._render(index, generation=True)
+        current = self.current
+        if current is None:
+            return self.tokenizer.encode(text)
+        # After the last choice: what the template adds to its turn, then the messages since.
+        before = self._render(self.rendered_to - 1, generation=True)
+        through = self._render(self.rendered_to, generation=False)
+        if not (through.startswith(before) and text.startswith(through)):
+            return self.tokenizer.encode(text)
+        tail = self._after_turn(through[len(before) :], current.ids[-1])
+        return current.ids + self.tokenizer.encode(tail + text[len(through) :])
+
+    def _after_turn(self, turn: str, last: int) -> str:
+        """The part of a rendered assistant's turn that the policy did not write."""
+        ends = [
+            (turn.rfind(word), word)
+            for word in (self.tokenizer.decode([eos]) for eos in self.tokenizer.eos_ids)
+            if word in turn
+        ]
+        if not ends:
+            return ""
+        at, word = max(ends)
+        # A truncated completion lacks the end of its turn: the template's one follows it.
+        return turn[at + len(word) :] if last in self.tokenizer.eos_ids else turn[at:]
+
+    def _retokenize(self, index: int) -> list[int]:
+        before = self._render(index, generation=True)
+        through = self._render(index + 1, generation=False)
+        if not through.startswith(before):
+            return self.tokenizer.encode(str(self.messages[index].get("content") or ""))
+        ids = self.tokenizer.encode(through[len(before) :])
+        ends = [at for at, token in enumerate(ids) if token in self.tokenizer.eos_ids]
+        return ids[: ends[-1] + 1] if ends else ids
+
+    def _render(self, count: int, *, generation: bool) -> str:
+        return self.tokenizer.render(self.messages[:count], self.tools, generation)
+
+
+def is_choice(item: Item) -> bool:
+    return "finish_reason" in item or ("message" in item and "role" not in item)
+
+
+def read_choice(item: Item) -> _Choice:
+    """The ids and logprobs a choice carries; ones that cannot be right are refused by name."""
+    exact = item.get("art") or {}
+    if "completion_ids" in exact:
+        choice = _Choice(
+            list(exact["completion_ids"]), list(exact["logprobs"]), list(exact["prompt_ids"])
+        )
+    else:
+        found = item.get("logprobs") or {}
+        tokens = [*(found.get("content") or []), *(found.get("refusal") or [])]
+        logprobs = [float(token["logprob"]) for token in tokens]
+        choice = _Choice(_token_ids(tokens), logprobs)
+    tokens_found = len(choice.completion or [])
+    if choice.completion is not None and choice.logprobs and tokens_found != len(choice.logprobs):
+        raise BadRequest(
+            f"A choice has `{tokens_found}` tokens and `{len(choice.logprobs)}` logprobs",
+            hint="Send choices as the server returned them",
+        )
+    for logprob in choice.logprobs:
+        if not math.isfinite(logprob) or logprob > 1e-3:
+            raise BadRequest(
+                f"A choice has the logprob `{logprob}`",
+                hint="Send logprobs as the server returned them: finite and not above zero",
+            )
+    return choice
+
+
+def _token_ids(tokens: Sequence[Item]) -> list[int] | None:
+    names = [str(token.get("token", "")) for token in tokens]
+    if not names or not all(name.startswith(PREFIX) for name in names):
+        return None
+    try:
+        return [int(name[len(PREFIX) :]) for name in names]
+    except ValueError as exc:
+        raise BadRequest(
+            f"A logprob's token is not an id: {exc}",
+            hint="Send `token_id:N`, or the token's text",
+        ) from exc

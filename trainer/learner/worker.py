@@ -1,0 +1,48 @@
+"""The learner's process: `python -m trainer.learner.worker --base-model tiny-random`."""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kit.config import validate
+from trainer import channel
+from trainer.base_models import resolve
+from trainer.config import GrpoConfig, LoraConfig
+from trainer.device import default_device, default_dtype
+from trainer.learner.learner import Learner
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--base-model", required=True)
+    parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto")
+    arguments = parser.parse_args()
+    device, directory = default_device(), resolve(arguments.base_model)
+    dtype = DTYPES.get(arguments.dtype) or default_dtype(directory, device)
+    learner = Learner(arguments.base_model, directory, dtype=dtype, device=device)
+
+    def prepare(checkpoints: str, lora: dict[str, Any]) -> dict[str, int]:
+        return {
+            "step": learner.prepare(Path(checkpoints), validate(LoraConfig, lora, source="lora"))
+        }
+
+    def train(
+        checkpoints: str, groups: list[dict[str, Any]], config: dict[str, Any], lora: dict[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        return learner.train(
+            Path(checkpoints),
+            groups,
+            validate(GrpoConfig, config, source="config"),
+            validate(LoraConfig, lora, source="lora"),
+        )
+
+    channel.serve({"prepare": prepare, "train": train})
+
+
+if __name__ == "__main__":
+    main()

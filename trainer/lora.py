@@ -1,0 +1,116 @@
+"""The LoRA of a policy: fresh, by PEFT's names, and as PEFT's settings file. No TorchTune here."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.config import LoraConfig
+from trainer.errors import CheckpointError
+
+# Hugging Face's name of a linear layer -> its place in TorchTune's layer.
+LINEARS = {
+    "q_proj": "attn.q_proj",
+    "k_proj": "attn.k_proj",
+    "v_proj": "attn.v_proj",
+    "o_proj": "attn.output_proj",
+    "gate_proj": "mlp.w1",
+    "up_proj": "mlp.w3",
+    "down_proj": "mlp.w2",
+}
+
+
+def lora_modules(policy: nn.Module) -> dict[str, Any]:
+    """Every layer that has a LoRA, by PEFT's name of it."""
+    found = {}
+    for index, layer in enumerate(policy.get_submodule("layers").children()):
+        for name, place in LINEARS.items():
+            module = layer.get_submodule(place)
+            if hasattr(module, "lora_a"):
+                block = "self_attn" if place.startswith("attn") else "mlp"
+                found[f"base_model.model.model.layers.{index}.{block}.{name}"] = module
+    return found
+
+
+def init_lora(policy: nn.Module, seed: int, *, device: torch.device | None = None) -> None:
+    """Fresh LoRA weights: A random (Kaiming, as PEFT), B zero, so that nothing changes yet."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in lora_modules(policy).values():
+        at = device or module.lora_a.weight.device
+        bound = module.in_dim**-0.5
+        a = torch.empty(module.rank, module.in_dim).uniform_(-bound, bound, generator=generator)
+        b = torch.zeros(module.out_dim, module.rank)
+        module.lora_a.weight = nn.Parameter(a.to(at))
+        module.lora_b.weight = nn.Parameter(b.to(at))
+
+
+def lora_parameters(policy: nn.Module) -> dict[str, nn.Parameter]:
+    found = {}
+    for name, module in lora_modules(policy).items():
+        found[f"{name}.lora_A.weight"] = module.lora_a.weight
+        found[f"{name}.lora_B.weight"] = module.lora_b.weight
+    return found
+
+
+def lora_state(policy: nn.Module) -> dict[str, Tensor]:
+    """The LoRA by PEFT's names: the live tensors, not copies."""
+    return {name: parameter.detach() for name, parameter in lora_parameters(policy).items()}
+
+
+def load_lora(policy: nn.Module, tensors: dict[str, Tensor]) -> None:
+    """Write `tensors` (PEFT's names) into the policy's LoRA, in place."""
+    parameters = lora_parameters(policy)
+    wrong = sorted(parameters.keys() ^ tensors.keys()) or [
+        name for name, tensor in tensors.items() if tensor.shape != parameters[name].shape
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"The LoRA does not fit this model: `{wrong[0]}`",
+            hint="It is of another base model, rank or set of targets; start a new run",
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(tensors[name])
+
+
+def peft_config(lora: LoraConfig, base_model: str) -> dict[str, Any]:
+    """`adapter_config.json`, as PEFT and vLLM read it."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(lora.targets),
+        "bias": "none",
+        "use_dora": False,
+        "use_rslora": False,
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None,
+    }
+
+
+def use_lora(policy: nn.Module, lora: LoraConfig | None, tensors: dict[str, Tensor]) -> None:
+    """Sample with these LoRA tensors, without a copy; with None as the base model.
+
+    Unlike `load_lora` this takes a LoRA of any rank and targets: the policy's own ones step aside.
+    """
+    for name, module in lora_modules(policy).items():
+        module.disabled = f"{name}.lora_A.weight" not in tensors
+        if lora is not None and not module.disabled:
+            module.rank, module.alpha = lora.rank, lora.alpha
+            module.lora_a.weight = nn.Parameter(tensors[f"{name}.lora_A.weight"], False)
+            module.lora_b.weight = nn.Parameter(tensors[f"{name}.lora_B.weight"], False)
+
+
+def read_lora_config(directory: Path) -> LoraConfig:
+    """The LoRA that `adapter_config.json` in `directory` describes."""
+    config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
+    return LoraConfig(
+        rank=config["r"], alpha=config["lora_alpha"], targets=tuple(config["target_modules"])
+    )

@@ -1,0 +1,306 @@
+"""The policy, assembled from TorchTune's modules: the one door to TorchTune.
+
+Any Llama-like checkpoint in Hugging Face form becomes a `Policy` with rotate-half RoPE, so that
+its weights, and the LoRA that is trained on it, have the same values here, in PEFT and in vLLM:
+only names differ. Weights are memory-mapped, and the frozen ones are never copied.
+"""
+
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trainer.architecture import Architecture, read_architecture
+from trainer.attention import KVCache, View, attend, cached, inverse_frequencies, rotate, rotations
+from trainer.config import LoraConfig
+from trainer.errors import ModelError
+from trainer.logprobs import chosen_logprobs
+from trainer.lora import (
+    init_lora,
+    load_lora,
+    lora_parameters,
+    lora_state,
+    peft_config,
+    read_lora_config,
+    use_lora,
+)
+from trainer.weights import hugging_face_names, read_tensors
+
+with warnings.catch_warnings():
+    # TorchTune 0.6.1 is older than torchao and torch here; its imports warn of their futures.
+    warnings.simplefilter("ignore")
+    from torchtune.modules import (
+        FeedForward,
+        MultiHeadAttention,
+        RMSNorm,
+        TiedLinear,
+        TransformerDecoder,
+        TransformerSelfAttentionLayer,
+    )
+    from torchtune.modules.peft import LoRALinear
+
+__all__ = [
+    "KVCache",
+    "LoraLinear",
+    "Policy",
+    "init_lora",
+    "load_lora",
+    "load_model",
+    "lora_state",
+    "peft_config",
+    "read_lora_config",
+    "use_lora",
+]
+
+
+class LoraLinear(LoRALinear):  # type: ignore[misc]
+    """A frozen linear layer with a LoRA kept in fp32, whatever the dtype of the rest.
+
+    AdamW's steps are smaller than bf16 can hold, so the trained weights stay in fp32 and are cast
+    where they are used.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = nn.functional.linear(x, self.weight, self.bias)
+        if self.disabled:
+            return out
+        low = nn.functional.linear(x, self.lora_a.weight.to(x.dtype))  # [..., rank]
+        flat = torch.addmm(
+            out.flatten(0, -2),
+            low.flatten(0, -2),
+            self.lora_b.weight.to(x.dtype).t(),
+            alpha=self.alpha / self.rank,
+        )
+        return flat.view_as(out)
+
+
+class Attention(MultiHeadAttention):  # type: ignore[misc]
+    """TorchTune's attention with q and k normed before RoPE (as Qwen3 needs) and our KV cache."""
+
+    layer: int = 0
+
+    def forward(self, x: Tensor, view: View) -> Tensor:
+        batch, length, _ = x.shape
+        q = self.q_proj(x).view(batch, length, self.num_heads, self.head_dim)
+        k = self.k_proj(x).view(batch, length, self.num_kv_heads, self.head_dim)
+        v = self.v_proj(x).view(batch, length, self.num_kv_heads, self.head_dim)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, view.cos, view.sin), rotate(k, view.cos, view.sin)
+        if view.cache is not None:
+            keys, values = cached(view.cache, self.layer, view, k, v)
+        else:
+            keys, values = k.transpose(1, 2), v.transpose(1, 2)
+        out = attend(q.transpose(1, 2), keys, values, view.mask)  # [B, H, T, E]
+        result: Tensor = self.output_proj(out.transpose(1, 2).flatten(2))
+        return result
+
+
+class Layer(TransformerSelfAttentionLayer):  # type: ignore[misc]
+    """TorchTune's layer, handing the whole view to its attention."""
+
+    def forward(self, x: Tensor, view: View) -> Tensor:
+        x = x + self.attn(self.sa_norm(x), view)
+        out: Tensor = x + self.mlp(self.mlp_norm(x))
+        return out
+
+
+class Policy(TransformerDecoder):  # type: ignore[misc]
+    """The model that is trained and sampled from."""
+
+    architecture: Architecture
+    lora: LoraConfig | None
+    frequencies: Tensor
+    activation_checkpointing: bool = False
+
+    def hidden(
+        self,
+        tokens: Tensor,  # [B, T]
+        *,
+        mask: Tensor | None = None,  # [B, T, T] True where a query may look
+        positions: Tensor | None = None,  # [B, T]
+        cache: KVCache | None = None,
+        rows: Tensor | None = None,  # [B] rows of the cache; the first B when None
+    ) -> Tensor:
+        """Hidden states [B, T, D] after the last norm; causal when there is no mask.
+
+        With a cache, tokens are written at their positions and attend to every earlier position
+        of their row; a token at position -1 is padding.
+        """
+        result: Tensor = self(tokens, mask=mask, positions=positions, cache=cache, rows=rows)
+        return result
+
+    def logprobs(
+        self,
+        tokens: Tensor,  # [B, T]
+        *,
+        mask: Tensor | None,
+        positions: Tensor,
+        predictors: Tensor,  # [N] index into the B * T tokens
+        targets: Tensor,  # [N]
+        chunk: int = 1024,
+    ) -> tuple[Tensor, Tensor]:
+        """Logprobs [N] of `targets`, each predicted at its predictor, and entropies [N]."""
+        result: tuple[Tensor, Tensor] = self(
+            tokens, mask=mask, positions=positions, chosen=(predictors, targets, chunk)
+        )
+        return result
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of hidden states [..., D], in the model's dtype."""
+        result: Tensor = self.output(hidden)
+        return result
+
+    @property
+    def head(self) -> Tensor:
+        """The output matrix [V, D]."""
+        owner = self.tok_embeddings if self.architecture.tied_embeddings else self.output
+        weight: Tensor = owner.weight
+        return weight
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: KVCache | None = None,
+        rows: Tensor | None = None,
+        chosen: tuple[Tensor, Tensor, int] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """What `hidden` and `logprobs` give. One entry, since FSDP gathers weights at it."""
+        view = self._view(tokens, mask, positions, cache, rows)
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(layer, x, view, use_reentrant=False)
+            else:
+                x = layer(x, view)
+        if chosen is None:
+            normed: Tensor = self.norm(x)
+            return normed
+        predictors, targets, chunk = chosen
+        # Only the states that predict a chosen token go through the head.
+        picked = self.norm(x.flatten(0, 1)[predictors])
+        return chosen_logprobs(picked, self.head, targets, chunk=chunk)
+
+    def _view(
+        self,
+        tokens: Tensor,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        cache: KVCache | None,
+        rows: Tensor | None,
+    ) -> View:
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+            positions = positions.expand_as(tokens)
+        dtype = self.tok_embeddings.weight.dtype
+        cos, sin = rotations(positions, self.frequencies, dtype)
+        if cache is None:
+            return View(cos, sin, mask)
+        seen = max(int(positions.max()) + 1, 1)
+        slots = torch.arange(seen, device=tokens.device)
+        # Padding looks at slot 0: a query that sees nothing would be NaN.
+        mask = slots <= positions.clamp(min=0)[..., None]  # [B, T, S]
+        return View(cos, sin, mask, cache, rows, positions, seen)
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The trained weights: by PEFT's names with a LoRA, by Hugging Face's without."""
+        if self.lora is not None:
+            return lora_parameters(self)
+        names = hugging_face_names(self)
+        return {names[ours]: parameter for ours, parameter in self.named_parameters()}
+
+    def set_lora_enabled(self, enabled: bool) -> None:
+        """With False the policy computes as the base model, the reference."""
+        for module in self.modules():
+            if isinstance(module, LoraLinear):
+                module.disabled = not enabled
+
+
+def load_model(
+    directory: Path, *, lora: LoraConfig | None, dtype: torch.dtype, device: torch.device
+) -> Policy:
+    """The policy in `directory`: with `lora` only that is trainable, without it every weight is.
+
+    A fresh LoRA is all zeros in its B matrices only after `init_lora`.
+    """
+    architecture = read_architecture(directory)
+    with torch.device("meta"):
+        policy = _assemble(architecture, lora)
+    policy.architecture = architecture
+    policy.lora = lora
+    policy.frequencies = inverse_frequencies(architecture.rope, architecture.head_dim, device)
+    names = hugging_face_names(policy)
+    tensors = read_tensors(directory, set(names.values()))
+    state = {}
+    for ours, theirs in names.items():
+        tensor = tensors[theirs]
+        expected = policy.get_parameter(ours).shape
+        if tensor.shape != expected:
+            raise ModelError(
+                f"`{theirs}` has shape `{list(tensor.shape)}`, not `{list(expected)}`",
+                hint="The weights and `config.json` are of different models: fetch it again",
+            )
+        # Norm weights stay in fp32, in which the norm is computed.
+        state[ours] = tensor.to(device, torch.float32 if ours.endswith(".scale") else dtype)
+    policy.load_state_dict(state, strict=False, assign=True)
+    if lora is not None:
+        policy.requires_grad_(False)
+        init_lora(policy, lora.seed, device=device)
+    policy.eval()
+    return policy
+
+
+def _assemble(architecture: Architecture, lora: LoraConfig | None) -> Policy:
+    embeddings = nn.Embedding(architecture.vocab_size, architecture.dim)
+    return Policy(
+        tok_embeddings=embeddings,
+        layers=[_layer(architecture, lora, index) for index in range(architecture.layers)],
+        max_seq_len=architecture.max_length,
+        num_heads=architecture.heads,
+        head_dim=architecture.head_dim,
+        norm=RMSNorm(architecture.dim, eps=architecture.norm_eps),
+        output=TiedLinear(embeddings)
+        if architecture.tied_embeddings
+        else nn.Linear(architecture.dim, architecture.vocab_size, bias=False),
+    )
+
+
+def _layer(architecture: Architecture, lora: LoraConfig | None, index: int) -> Layer:
+    a = architecture
+    q_dim, kv_dim = a.heads * a.head_dim, a.kv_heads * a.head_dim
+
+    def linear(name: str, inputs: int, outputs: int, bias: bool) -> nn.Module:
+        if lora is None or name not in lora.targets:
+            return nn.Linear(inputs, outputs, bias=bias)
+        return LoraLinear(inputs, outputs, rank=lora.rank, alpha=lora.alpha, use_bias=bias)
+
+    attention = Attention(
+        embed_dim=a.dim,
+        num_heads=a.heads,
+        num_kv_heads=a.kv_heads,
+        head_dim=a.head_dim,
+        q_proj=linear("q_proj", a.dim, q_dim, a.qkv_bias),
+        k_proj=linear("k_proj", a.dim, kv_dim, a.qkv_bias),
+        v_proj=linear("v_proj", a.dim, kv_dim, a.qkv_bias),
+        output_proj=linear("o_proj", q_dim, a.dim, a.output_bias),
+        q_norm=RMSNorm(a.head_dim, eps=a.norm_eps) if a.qk_norm else None,
+        k_norm=RMSNorm(a.head_dim, eps=a.norm_eps) if a.qk_norm else None,
+        max_seq_len=a.max_length,
+    )
+    attention.layer = index
+    mlp = FeedForward(
+        gate_proj=linear("gate_proj", a.dim, a.ffn_dim, a.mlp_bias),
+        up_proj=linear("up_proj", a.dim, a.ffn_dim, a.mlp_bias),
+        down_proj=linear("down_proj", a.ffn_dim, a.dim, a.mlp_bias),
+    )
+    return Layer(
+        attention,
+        mlp,
+        sa_norm=RMSNorm(a.dim, eps=a.norm_eps),
+        mlp_norm=RMSNorm(a.dim, eps=a.norm_eps),
+    )

@@ -1,0 +1,222 @@
+"""The tokenizer and chat template of a base model, as transformers reads them. No torch here.
+
+The template runs in jinja2's sandbox with the names that templates rely on: `raise_exception`,
+`strftime_now`, `tojson`, the special tokens, and `{% generation %}` blocks.
+"""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import tokenizers
+
+from trainer.errors import BadRequest, ModelError, Unsupported
+from trainer.tiny_model import byte_letters
+
+Message = Mapping[str, Any]
+# Tokens that end an assistant's turn; some models name only one of them in their settings.
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+LETTER_BYTES = {letter: byte for byte, letter in byte_letters().items()}
+
+
+class Tokenizer:
+    """Text to token ids and back. Cheap to build; safe to share between threads."""
+
+    def __init__(self, directory: Path) -> None:
+        self._tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+        # A file may ask for truncation or padding of every text; neither is wanted here.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._settings = _read_json(directory / "tokenizer_config.json")
+        self._directory = directory
+        self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        self.special_tokens = {
+            name: token["content"] if isinstance(token, dict) else token
+            for name in SPECIAL_NAMES
+            if (token := self._settings.get(name))
+        }
+        self.eos_ids = frozenset(self._eos_ids())
+        self._added = self._tokenizer.get_added_tokens_decoder()
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`; special tokens in it are recognised, none is added."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes `token` stands for; a character may be spread over several tokens."""
+        if added := self._added.get(token):
+            return bytes(added.content, "utf-8")
+        text = self._tokenizer.id_to_token(token)
+        if text is None:
+            return b""
+        if self._byte_level:
+            return bytes(LETTER_BYTES[letter] for letter in text)
+        if len(text) == 6 and text.startswith("<0x"):  # SentencePiece's byte tokens
+            return bytes([int(text[3:5], 16)])
+        return bytes(text.replace("▁", " "), "utf-8")
+
+    def is_special(self, token: int) -> bool:
+        added = self._added.get(token)
+        return added is not None and added.special
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> list[int]:
+        """Token ids of a conversation, ready for the assistant's turn."""
+        return self.encode(self.render(messages, tools, add_generation_prompt, **variables))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The text of a conversation, by the model's chat template."""
+        try:
+            return self._template.render(
+                messages=[normalise(message) for message in messages],
+                tools=list(tools) if tools else None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.special_tokens,
+                **variables,
+            )
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as exc:
+            raise BadRequest(
+                f"The model's chat template refuses these messages: {exc}",
+                hint="Check the roles, their order and the tool calls",
+            ) from exc
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        file = self._directory / "chat_template.jinja"
+        source = (
+            file.read_text(encoding="utf-8")
+            if file.is_file()
+            else self._settings.get("chat_template")
+        )
+        if isinstance(source, list):  # several templates by name
+            named = {entry["name"]: entry["template"] for entry in source}
+            source = named.get("tool_use") or named.get("default")
+        if not source:
+            raise ModelError(
+                f"`{self._directory}` has no chat template",
+                hint="Use an instruct model, or add a `chat_template.jinja`",
+            )
+        return _environment().from_string(source)
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        decoder = json.loads(self._tokenizer.to_str()).get("decoder") or {}
+        kinds = [decoder, *decoder.get("decoders", [])]
+        return any(kind.get("type") == "ByteLevel" for kind in kinds)
+
+    def _eos_ids(self) -> Iterable[int]:
+        for name in ("generation_config.json", "config.json"):
+            given = _read_json(self._directory / name).get("eos_token_id")
+            yield from given if isinstance(given, list) else [given] if given is not None else []
+        for token in (self.special_tokens.get("eos_token"), *END_OF_TURN):
+            if token and (number := self._tokenizer.token_to_id(token)) is not None:
+                yield number
+
+
+def normalise(message: Message) -> dict[str, Any]:
+    """A message as templates expect it: text content, and tool arguments as an object."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(_text(part) for part in content)
+    result = {**message, "content": content or ""}
+    if calls := message.get("tool_calls"):
+        result["tool_calls"] = [_tool_call(call) for call in calls]
+    else:
+        result.pop("tool_calls", None)
+    return result
+
+
+def _text(part: Mapping[str, Any]) -> str:
+    if part.get("type") not in ("text", "refusal"):
+        raise Unsupported(
+            f"Message content of type `{part.get('type')}` is not supported",
+            hint="Send text only",
+        )
+    return str(part.get("text") or part.get("refusal") or "")
+
+
+def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call.get("function") or {})
+    if isinstance(function.get("arguments"), str):
+        # Where the model wrote arguments that are no JSON, the template sees what it wrote.
+        with contextlib.suppress(ValueError):
+            function["arguments"] = json.loads(function["arguments"])
+    return {**call, "function": function}
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}` marks an assistant's turn; the text is unchanged."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+    environment.filters["tojson"] = _to_json
+    names: dict[str, Callable[..., Any]] = {
+        "raise_exception": _raise,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+    }
+    environment.globals.update(names)
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own filter escapes HTML, which no model was trained on.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    value = json.loads(path.read_text(encoding="utf-8"))
+    return value if isinstance(value, dict) else {}

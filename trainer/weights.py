@@ -1,0 +1,75 @@
+"""Weights of a base model by their Hugging Face names, memory-mapped from safetensors shards."""
+
+import json
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from trainer.errors import ModelError
+
+# TorchTune's name within a layer -> Hugging Face's.
+IN_LAYER = {
+    "attn.q_proj": "self_attn.q_proj",
+    "attn.k_proj": "self_attn.k_proj",
+    "attn.v_proj": "self_attn.v_proj",
+    "attn.output_proj": "self_attn.o_proj",
+    "attn.q_norm": "self_attn.q_norm",
+    "attn.k_norm": "self_attn.k_norm",
+    "mlp.w1": "mlp.gate_proj",
+    "mlp.w2": "mlp.down_proj",
+    "mlp.w3": "mlp.up_proj",
+    "sa_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+}
+AT_TOP = {
+    "tok_embeddings.weight": "model.embed_tokens.weight",
+    "norm.scale": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+
+
+def hugging_face_names(model: nn.Module) -> dict[str, str]:
+    """Our name of every base weight -> its Hugging Face name. A plain rename: no value changes."""
+    return {
+        name: hugging_face_name(name)
+        for name, _ in model.named_parameters()
+        if ".lora_" not in name
+    }
+
+
+def hugging_face_name(name: str) -> str:
+    if name in AT_TOP:
+        return AT_TOP[name]
+    _, layer, rest = name.split(".", 2)
+    module, kind = rest.rsplit(".", 1)
+    return f"model.layers.{layer}.{IN_LAYER[module]}.{'weight' if kind == 'scale' else kind}"
+
+
+def read_tensors(directory: Path, wanted: set[str]) -> dict[str, Tensor]:
+    """The tensors named in `wanted`, mapped from disk; pages are read when they are first used."""
+    found: dict[str, Tensor] = {}
+    for shard in _shards(directory):
+        try:
+            with safe_open(shard, framework="pt") as file:
+                for name in wanted.intersection(file.keys()):
+                    found[name] = file.get_tensor(name)
+        except (SafetensorError, OSError) as exc:
+            raise ModelError(
+                f"`{shard}` cannot be read: {exc}", hint="Fetch the model again"
+            ) from exc
+    if missing := sorted(wanted - found.keys()):
+        raise ModelError(
+            f"The weights in `{directory}` lack `{missing[0]}`", hint="Fetch the model again"
+        )
+    return found
+
+
+def _shards(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return [directory / name for name in sorted(set(names))]
+    if (single := directory / "model.safetensors").is_file():
+        return [single]
+    return sorted(directory.glob("*.safetensors"))
