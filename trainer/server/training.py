@@ -17,6 +17,7 @@ from trainer.errors import WorkerDied
 from trainer.learner.handle import Learner
 from trainer.server.gate import Gate
 from trainer.server.journal import Request
+from trainer.server.ledger import choices_of
 from trainer.server.metrics import Metrics
 from trainer.server.models import Model
 
@@ -152,6 +153,9 @@ class Training:
         ]
         line = {"step": model.step, "recorded_at": time.time(), **means}
         line |= {"time/step_s": seconds, "canary/logprob_difference": canary}
+        line["data/step_num_truncated"] = sum(
+            choice.get("finish_reason") == "length" for choice in choices_of(self.request.groups)
+        )
         if rewards:
             line["train/reward"] = sum(rewards) / len(rewards)
         with (model.directory / "history.jsonl").open("a", encoding="utf-8") as file:
