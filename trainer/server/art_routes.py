@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
-from trainer import checkpoint
+from trainer import checkpoint, faults
 from trainer.errors import Unsupported
 from trainer.server import history, storage
 from trainer.server.backend import Backend
@@ -115,4 +115,5 @@ async def _ndjson(
         yield json.dumps(first) + "\n"
     async for row in rows:
         yield json.dumps(row) + "\n"
+    faults.reached("server-streamed")
     training.model.journal.delivered()

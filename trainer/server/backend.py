@@ -159,8 +159,13 @@ class Backend:
             logger.info("serving `%s` with the %s engine", base_model, engine.name)
 
     async def _load(self, model: Model, step: int) -> None:
+        """Have the engine hold a step's LoRA; an engine that dies of something else is retried."""
         assert self._engine
-        await self._engine.load(model.lora_name(step), model.path(step))
+        try:
+            await self._engine.load(model.lora_name(step), model.path(step))
+        except WorkerDied as error:
+            logger.warning("loading again after: %s", error.message)
+            await self._engine.load(model.lora_name(step), model.path(step))
 
     # Sampling
 

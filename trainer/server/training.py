@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+from trainer import faults
 from trainer.config import GrpoConfig
 from trainer.errors import WorkerDied
 from trainer.learner.handle import Learner
@@ -84,6 +85,7 @@ class Training:
 
     async def _run(self) -> None:
         try:
+            faults.reached("server-journaled")
             async with self._gate.training():
                 for attempt in range(1, ATTEMPTS + 1):
                     try:
@@ -93,8 +95,10 @@ class Training:
                         if attempt == ATTEMPTS:
                             raise
                         logger.warning("training again after: %s", error.message)
+                faults.reached("server-trained")
                 await self._load(self.model, step)  # served, and only then
                 self.model.step = step
+                faults.reached("server-advanced")
             logger.info("%s is at step %s", self.model.key, self.model.step)
         except Exception as error:
             logger.error("training %s failed: %s", self.model.key, error)
@@ -123,6 +127,7 @@ class Training:
                 continue
             self._rows.append(row)
             self.model.journal.row(row)
+            faults.reached("server-row")
             await self._notify()
         self._log_history(made)
         step = int(made["step"])
