@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +30,17 @@ from trainer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 Json = dict[str, Any]
+WrapEngine = Callable[[Engine, Path], Engine]  # of the engine and the base model's directory
 
 
 class Backend:
     """Everything behind the routes. Created without work; `start` begins it."""
 
-    def __init__(self, config: ServerConfig, *, openai_port: int) -> None:
+    def __init__(
+        self, config: ServerConfig, *, openai_port: int, wrap_engine: WrapEngine | None = None
+    ) -> None:
         self.config = config
+        self._wrap_engine = wrap_engine
         self.openai_port = openai_port
         self.last_activity = time.monotonic()
         self.tokenizer: Tokenizer | None = None
@@ -147,7 +151,9 @@ class Backend:
             if self._engine and self._learner:
                 return
             directory = await asyncio.to_thread(resolve, base_model)
-            engine = EmbeddedEngine(directory, log=self._logs / "engine.log")
+            engine: Engine = EmbeddedEngine(directory, log=self._logs / "engine.log")
+            if self._wrap_engine:
+                engine = self._wrap_engine(engine, directory)
             learner = Learner(base_model, log=self._logs / "learner.log")
             try:
                 await asyncio.gather(engine.start(), learner.start())
