@@ -33,6 +33,7 @@ def cli() -> None:
 @click.option("--state-dir", help="Where checkpoints and logs live.  [.art]")
 @click.option("--exit-when-idle", type=float, metavar="MINUTES", help="Exit when idle so long.")
 @click.option("--max-hours", type=float, metavar="HOURS", help="Exit after so long.")
+@click.option("--require-key", is_flag=True, default=None, help="Ask for the key on loopback too.")
 @click.option("--config", "config_file", type=Path, metavar="YAML", help="Settings from a file.")
 @click.option("--env-file", type=Path, metavar="FILE", help="Variables from a file.  [.env]")
 def serve(config_file: Path | None, env_file: Path | None, **flags: Any) -> None:

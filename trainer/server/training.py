@@ -50,6 +50,16 @@ class Training:
         self.done = False
         self._task = asyncio.create_task(self._run())
 
+    @property
+    def told(self) -> list[Json]:
+        """The rows of metrics so far."""
+        return self._rows
+
+    @property
+    def error(self) -> Exception | None:
+        """What ended the step, where it ended badly."""
+        return self._error
+
     async def cancel(self) -> None:
         """Only for a server that stops: the journal keeps the request."""
         self._task.cancel()
