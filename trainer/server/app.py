@@ -9,7 +9,7 @@ import time
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 
 from kit.errors import ConfigError, KitError
@@ -28,6 +28,10 @@ def create_app(config: ServerConfig, backend: Backend) -> FastAPI:
     @app.get("/healthcheck")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def metrics() -> PlainTextResponse:
+        return PlainTextResponse(backend.metrics.render())
 
     @app.exception_handler(KitError)
     async def kit_error(_: Request, error: KitError) -> JSONResponse:
