@@ -14,9 +14,9 @@ def test_the_task_is_found_among_arguments_of_sky_launch() -> None:
     given = ["--infra", "slurm/lab", "sky/art-cpu.yaml", "--dryrun", "-i", "5"]
     rest = ["--infra", "slurm/lab", "--dryrun", "-i", "5"]
     assert split_arguments(given) == (["sky/art-cpu.yaml"], rest)
-    assert split_arguments(["--workdir", "x.yaml", "x.yaml"]) == (
+    assert split_arguments(["--name", "x.yaml", "x.yaml"]) == (
         ["x.yaml"],
-        ["--workdir", "x.yaml"],
+        ["--name", "x.yaml"],
     )
 
 
