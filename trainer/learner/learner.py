@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer import checkpoint
+from trainer import checkpoint, faults
 from trainer.config import GrpoConfig, LoraConfig
 from trainer.errors import OutOfMemory
 from trainer.learner.gradient import GradientSteps
@@ -63,6 +63,7 @@ class Learner:
         """Yield the metrics of each gradient step, then the checkpoint that was made."""
         try:
             step = self._load(checkpoints, lora)
+            faults.reached("learner-begins")
             yield from self._train(checkpoints, step, groups, config, lora)
         except torch.OutOfMemoryError as exc:
             self.loaded = None
@@ -71,6 +72,29 @@ class Learner:
             # Weights may be half stepped: the next call starts from the last good checkpoint.
             self.loaded = None
             raise
+
+    @torch.no_grad()
+    def score(
+        self,
+        checkpoints: Path,
+        lora: LoraConfig | None,
+        prompt_ids: list[int],
+        completion_ids: list[int],
+    ) -> list[float]:
+        """Logprobs of a completion under the weights of a run's newest step."""
+        self._load(checkpoints, lora)
+        assert self.state is not None
+        tokens = torch.tensor([prompt_ids + completion_ids[:-1]], device=self.device)
+        predictors = torch.arange(len(prompt_ids) - 1, tokens.shape[1], device=self.device)
+        logprobs, _ = self.state.policy.logprobs(
+            tokens,
+            mask=None,
+            positions=torch.arange(tokens.shape[1], device=self.device)[None],
+            predictors=predictors,
+            targets=torch.tensor(completion_ids, device=self.device),
+        )
+        scores: list[float] = logprobs.tolist()
+        return scores
 
     def _train(
         self,
@@ -97,6 +121,7 @@ class Learner:
         steps = GradientSteps(state, config, step, prepared.reward_std_dev, base=self._reference)
         for metrics in steps.run(batches):
             yield {**prepared.metrics, **metrics}
+            faults.reached("learner-stepped")
         path = self._save(state, checkpoints, step + 1, lora, parent=step, config=config)
         self.loaded = (checkpoints, step + 1)
         yield {"checkpoint": str(path), "step": step + 1, "dropped": prepared.dropped}
