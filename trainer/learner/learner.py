@@ -18,6 +18,7 @@ from trainer.learner.gradient import GradientSteps
 from trainer.learner.pack import Row, pack
 from trainer.learner.prepare import Prepared, prepare
 from trainer.learner.state import State, check_belongs, lora_shape
+from trainer.learner.world import World
 from trainer.model import Policy, load_model
 from trainer.tokenizer import Tokenizer
 
@@ -28,8 +29,15 @@ class Learner:
     """Trains LoRAs of one base model. Holds one run at a time; another is read from its disk."""
 
     def __init__(
-        self, base_model: str, directory: Path, *, dtype: torch.dtype, device: torch.device
+        self,
+        base_model: str,
+        directory: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        world: World | None = None,
     ) -> None:
+        self.world = world or World()
         self.base_model = base_model
         self.directory = directory
         self.dtype = dtype
@@ -40,8 +48,7 @@ class Learner:
 
     def prepare(self, checkpoints: Path, lora: LoraConfig | None) -> int:
         """The run's latest good step; a new run gets checkpoint 0 with a fresh LoRA."""
-        checkpoint.clean(checkpoints)
-        step = checkpoint.latest(checkpoints)
+        step = self.world.on_first(lambda: self._latest(checkpoints))
         if step is None:
             step = 0
             state = self._new_state(lora)
@@ -118,7 +125,14 @@ class Learner:
                 "step %s trains on nothing: %s", step + 1, ", ".join(reasons) or "no group"
             )
             yield prepared.metrics
-        steps = GradientSteps(state, config, step, prepared.reward_std_dev, base=self._reference)
+        steps = GradientSteps(
+            state,
+            config,
+            step,
+            prepared.reward_std_dev,
+            base=self._reference,
+            world=self.world,
+        )
         for metrics in steps.run(batches):
             yield {**prepared.metrics, **metrics}
             faults.reached("learner-stepped")
@@ -138,7 +152,7 @@ class Learner:
             "data/step_packed_tokens": float(sum(len(row.tokens) for row in rows)),
             "data/step_unshared_tokens": float(sum(row.unshared for row in rows)),
         }
-        size = config.grad_accumulation_sequences or 1
+        size = config.grad_accumulation_sequences or self.world.size
         return [
             [rows[index].to(self.device) for index in order[at : at + size]]
             for at in range(0, len(order), size)
@@ -153,10 +167,15 @@ class Learner:
         ]
         return min(limit for limit in limits if limit is not None)
 
+    def _latest(self, checkpoints: Path) -> int | None:
+        checkpoint.clean(checkpoints)
+        return checkpoint.latest(checkpoints)
+
     def _new_state(self, lora: LoraConfig | None) -> State:
         # Every weight that is trained is kept in fp32: AdamW's steps are lost in bf16.
         dtype = torch.float32 if lora is None else self.dtype
         policy = load_model(self.directory, lora=lora, dtype=dtype, device=self.device)
+        self.world.shard(policy)
         return State(policy, seed=lora.seed if lora else 0)
 
     def _reference(self) -> Policy:
@@ -194,6 +213,8 @@ class Learner:
             "parent": parent,
             "config": config.model_dump(mode="json") if config else None,
         }
-        return checkpoint.save(
-            checkpoints, step, lambda path: state.write(path, base_model=self.base_model), about
-        )
+
+        def write(directory: Path) -> None:
+            state.write(directory, base_model=self.base_model)
+
+        return self.world.on_first(lambda: checkpoint.save(checkpoints, step, write, about))
