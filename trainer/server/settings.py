@@ -55,10 +55,7 @@ def check_internal_config(model: ModelWire) -> None:
         if name not in _ACTING and value and value not in _NEUTRAL[""].get(name, ())
     ]
     for section in _ACTING:
-        part = given.get(section) or {}
-        if not isinstance(part, dict):
-            raise BadRequest(f"The model's `{section}` is no object", hint="Send `{}` or null")
-        unknown += _refused(section, without_nulls(part))
+        unknown += _refused(section, model.section(section))
     if unknown:
         names = ", ".join(f"`{name}`" for name in unknown)
         raise Unsupported(f"The model's internal config sets {names}, which this server lacks")

@@ -54,6 +54,14 @@ class ModelWire(pydantic.BaseModel):
     trainable: bool = True
     internal_config: Json | None = pydantic.Field(None, alias="_internal_config")
 
+    @pydantic.field_validator("internal_config")
+    @classmethod
+    def _sections_are_objects(cls, value: Json | None) -> Json | None:
+        for name, part in (value or {}).items():
+            if name.endswith("_args") and not isinstance(part, dict | None):
+                raise ValueError(f"holds `{name}`, which is no object")
+        return value
+
     def section(self, name: str) -> Json:
         """One part of the internal config, without the nulls that stand for absent."""
         return without_nulls((self.internal_config or {}).get(name))
