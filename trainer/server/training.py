@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from trainer import faults
-from trainer.config import GrpoConfig
+from trainer.config import read_step_config
 from trainer.errors import WorkerDied
 from trainer.learner.handle import Learner
 from trainer.server.gate import Gate
@@ -123,7 +123,7 @@ class Training:
             return self.request.step
         self.model.journal.restart()
         self._rows = []
-        config = GrpoConfig.model_validate(self.request.config)
+        config = read_step_config(self.request.config)
         step = self.request.step
         async for row in self._learner.train(
             self.model.checkpoints, self.request.groups, config, self.model.lora
@@ -166,7 +166,7 @@ class Training:
         line["data/step_num_truncated"] = sum(
             choice.get("finish_reason") == "length" for choice in choices_of(self.request.groups)
         )
-        if rewards:
+        if rewards and self.request.config.get("kind") != "sft":
             line["train/reward"] = sum(rewards) / len(rewards)
         with (model.directory / "history.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
