@@ -160,13 +160,14 @@ class Training:
             trajectory["reward"]
             for group in self.request.groups
             for trajectory in group.get("trajectories") or []
+            if self.request.config.get("kind") != "sft"  # there rewards mean nothing
         ]
         line = {"step": model.step, "recorded_at": time.time(), **means}
         line |= {"time/step_s": seconds, "canary/logprob_difference": canary}
         line["data/step_num_truncated"] = sum(
             choice.get("finish_reason") == "length" for choice in choices_of(self.request.groups)
         )
-        if rewards and self.request.config.get("kind") != "sft":
+        if rewards:
             line["train/reward"] = sum(rewards) / len(rewards)
         with (model.directory / "history.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
