@@ -70,9 +70,11 @@ def test_our_backend_trains_openpipe_art_0_5_18_without_torch(
 ) -> None:
     told = run_client(agents_python, "art_backend.py", server.control, server.openai, cwd=tmp_path)
     assert told["steps"] == [0, 1, 2, 3]
-    assert told["names"] == [f"backend@{step}" for step in range(4)]
+    # Two supervised steps follow, whose loss falls.
+    assert told["names"] == [f"backend@{step}" for step in (0, 1, 2, 3, 5)]
+    assert told["losses"] == sorted(told["losses"], reverse=True) and len(told["losses"]) == 3
     assert len(set(told["logprobs"])) == 4
-    assert "0003" in steps_on_disk(server, "backend") and len(steps_on_disk(server, "backend")) < 4
+    assert "0005" in steps_on_disk(server, "backend") and len(steps_on_disk(server, "backend")) < 6
     assert set(told["refused"]) == {"colour", "learning_rate", "loss_fn"}
     assert all(f"`{name}`" in said or name in said for name, said in told["refused"].items())
 

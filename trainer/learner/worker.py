@@ -18,7 +18,7 @@ from kit.config import validate
 from kit.errors import KitError
 from trainer import channel
 from trainer.base_models import resolve
-from trainer.config import GrpoConfig, LoraConfig
+from trainer.config import LoraConfig, read_step_config
 from trainer.device import default_device, default_dtype
 from trainer.learner.learner import Learner
 from trainer.learner.world import World, join, start_others
@@ -43,9 +43,7 @@ def handlers(learner: Learner) -> Handlers:
     def train(
         checkpoints: str, groups: list[dict[str, Any]], config: Settings, lora: Settings | None
     ) -> Iterator[dict[str, Any]]:
-        return learner.train(
-            Path(checkpoints), groups, validate(GrpoConfig, config, source="config"), _lora(lora)
-        )
+        return learner.train(Path(checkpoints), groups, read_step_config(config), _lora(lora))
 
     def score(checkpoints: str, lora: Settings, **tokens: list[int]) -> list[float]:
         return learner.score(Path(checkpoints), validate(LoraConfig, lora, source="lora"), **tokens)

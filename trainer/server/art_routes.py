@@ -21,6 +21,7 @@ from trainer.server.wire import (
     ModelWire,
     PrepareRequest,
     S3Request,
+    SftRequest,
     TrainRequest,
 )
 
@@ -50,6 +51,10 @@ def routes(backend: Backend) -> APIRouter:
     @router.post("/_train_model")
     async def train_model(body: TrainRequest) -> StreamingResponse:
         return await stream(backend.train(body))
+
+    @router.post("/_train_sft")
+    async def train_sft(body: SftRequest) -> StreamingResponse:
+        return await stream(backend.train(body.as_step()))
 
     @router.post("/_log")
     async def log(body: LogRequest) -> None:

@@ -22,9 +22,9 @@ from trainer.server.metrics import Metrics
 from trainer.server.models import Model, Models
 from trainer.server.settings import (
     check_internal_config,
-    grpo_config,
     lora_config,
     max_seq_length,
+    step_config,
 )
 from trainer.server.training import Training
 from trainer.server.wire import ModelWire, TrainRequest
@@ -90,9 +90,8 @@ class Backend:
             return None
         check_internal_config(wire)
         self._check_base(wire.base_model)
-        limit = max_seq_length(wire)
         model = self.models.add(wire, lora_config(wire, self.config.lora))
-        model.max_seq_length = limit
+        model.max_seq_length = max_seq_length(wire)
         return model
 
     async def prepare(self, wire: ModelWire) -> None:
@@ -263,7 +262,7 @@ class Backend:
                 f"Model `{model.name}` is not prepared for training",
                 hint="Call `model.register(backend)`, which prepares it, and wait for it",
             )
-        config = grpo_config(request)
+        config = step_config(request)
         identity = digest(request.model_dump(mode="json", by_alias=True))
         pending, running = model.journal.pending(), self._trainings.get(model.key)
         if pending and running and pending.digest == identity:
