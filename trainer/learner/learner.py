@@ -16,6 +16,8 @@ from trainer.config import GrpoConfig, LoraConfig, SftConfig, StepConfig
 from trainer.errors import OutOfMemory
 from trainer.learner.gradient import GradientSteps
 from trainer.learner.pack import Row, pack
+from trainer.learner.plot import NAME as PICTURE
+from trainer.learner.plot import plot_rows
 from trainer.learner.prepare import Prepared, prepare
 from trainer.learner.sft import SUPERVISED, prepare_sft
 from trainer.learner.state import State, check_belongs, lora_shape
@@ -145,7 +147,15 @@ class Learner:
         for metrics in steps.run(batches):
             yield {**prepared.metrics, **metrics}
             faults.reached("learner-stepped")
-        path = self._save(state, checkpoints, step + 1, lora, parent=step, config=config)
+        path = self._save(
+            state,
+            checkpoints,
+            step + 1,
+            lora,
+            parent=step,
+            config=config,
+            rows=[row for batch in batches for row in batch] if config.plot_tensors else [],
+        )
         self.loaded = (checkpoints, step + 1)
         yield {"checkpoint": str(path), "step": step + 1, "dropped": prepared.dropped}
 
@@ -165,7 +175,9 @@ class Learner:
         if not batches:
             logger.warning("step %s trains on nothing: no assistant said anything", step + 1)
             yield prepared.metrics
-        steps = GradientSteps(self.state, SUPERVISED, step, 0.0, base=self._reference)
+        steps = GradientSteps(
+            self.state, SUPERVISED, step, 0.0, base=self._reference, world=self.world
+        )
         for samples, rate in zip(batches, config.rates(len(batches)), strict=True):
             steps.learning_rate = rate
             rows = [row.to(self.device) for row in pack(samples, length=None)]
@@ -237,6 +249,7 @@ class Learner:
         *,
         parent: int | None,
         config: StepConfig | None,
+        rows: Sequence[Row] = (),
     ) -> Path:
         about = {
             "base_model": self.base_model,
@@ -247,5 +260,7 @@ class Learner:
 
         def write(directory: Path) -> None:
             state.write(directory, base_model=self.base_model)
+            if rows:
+                plot_rows(rows, directory / PICTURE)
 
         return self.world.on_first(lambda: checkpoint.save(checkpoints, step, write, about))
