@@ -127,7 +127,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         self,
         tokens: Tensor,  # [B, T]
         *,
-        mask: Mask | None = None,  # [B, T, T] True where a query may look
+        mask: Mask = None,  # [B, T, T] True where a query may look
         positions: Tensor | None = None,  # [B, T]
         cache: KVCache | None = None,
         rows: Tensor | None = None,  # [B] rows of the cache; the first B when None
@@ -144,7 +144,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         self,
         tokens: Tensor,  # [B, T]
         *,
-        mask: Mask | None,
+        mask: Mask,
         positions: Tensor,
         predictors: Tensor,  # [N] index into the B * T tokens
         targets: Tensor,  # [N]
@@ -172,7 +172,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         self,
         tokens: Tensor,
         *,
-        mask: Mask | None = None,
+        mask: Mask = None,
         positions: Tensor | None = None,
         cache: KVCache | None = None,
         rows: Tensor | None = None,
@@ -197,7 +197,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
     def _view(
         self,
         tokens: Tensor,
-        mask: Mask | None,
+        mask: Mask,
         positions: Tensor | None,
         cache: KVCache | None,
         rows: Tensor | None,
