@@ -9,6 +9,7 @@ from typing import Any
 from kit.config import ConfigT, validate
 from kit.errors import ConfigError
 from trainer.config import GrpoConfig, LoraConfig, ServerConfig, is_loopback
+from trainer.engines import vllm_args
 from trainer.errors import BadRequest, Unsupported
 from trainer.server.wire import ModelWire, TrainRequest, without_nulls
 
@@ -46,7 +47,7 @@ _VLLM_ONLY = {"gpu_memory_utilization", "enforce_eager", "enable_prefix_caching"
 _DESCRIBING = {"model", "model_type"}
 
 
-def check_internal_config(model: ModelWire) -> None:
+def check_internal_config(model: ModelWire, engine: str) -> None:
     """Refuse, by name, every setting that would otherwise be ignored."""
     given = without_nulls(model.internal_config)
     unknown = [
@@ -58,7 +59,10 @@ def check_internal_config(model: ModelWire) -> None:
         part = given.get(section) or {}
         if not isinstance(part, dict):
             raise BadRequest(f"The model's `{section}` is no object", hint="Send `{}` or null")
-        unknown += _refused(section, without_nulls(part))
+        if section == "engine_args" and engine == "vllm":
+            vllm_args.check(without_nulls(part))  # the others reach vLLM as its flags
+        else:
+            unknown += _refused(section, without_nulls(part))
     if unknown:
         names = ", ".join(f"`{name}`" for name in unknown)
         raise Unsupported(f"The model's internal config sets {names}, which this server lacks")
