@@ -73,6 +73,8 @@ class Worker:
             if self.running:
                 return False
             logger.warning("%s", self._died().message)
+            if self._writer:
+                self._writer.close()
             await self.start()
             return True
 
