@@ -73,6 +73,29 @@ class Learner:
             self.loaded = None
             raise
 
+    @torch.no_grad()
+    def score(
+        self,
+        checkpoints: Path,
+        lora: LoraConfig | None,
+        prompt_ids: list[int],
+        completion_ids: list[int],
+    ) -> list[float]:
+        """Logprobs of a completion under the weights of a run's newest step."""
+        self._load(checkpoints, lora)
+        assert self.state is not None
+        tokens = torch.tensor([prompt_ids + completion_ids[:-1]], device=self.device)
+        predictors = torch.arange(len(prompt_ids) - 1, tokens.shape[1], device=self.device)
+        logprobs, _ = self.state.policy.logprobs(
+            tokens,
+            mask=None,
+            positions=torch.arange(tokens.shape[1], device=self.device)[None],
+            predictors=predictors,
+            targets=torch.tensor(completion_ids, device=self.device),
+        )
+        scores: list[float] = logprobs.tolist()
+        return scores
+
     def _train(
         self,
         checkpoints: Path,

@@ -43,7 +43,10 @@ def main() -> None:
             Path(checkpoints), groups, validate(GrpoConfig, config, source="config"), _lora(lora)
         )
 
-    channel.serve({"prepare": prepare, "train": train})
+    def score(checkpoints: str, lora: dict[str, Any], **tokens: list[int]) -> list[float]:
+        return learner.score(Path(checkpoints), validate(LoraConfig, lora, source="lora"), **tokens)
+
+    channel.serve({"prepare": prepare, "train": train, "score": score})
 
 
 if __name__ == "__main__":

@@ -9,14 +9,14 @@ import time
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 
 from kit.errors import ConfigError, KitError
 from trainer.config import ServerConfig
 from trainer.errors import TrainerError
 from trainer.server import art_routes, guard, openai_routes, preview_routes, rollout_routes
-from trainer.server.backend import Backend
+from trainer.server.backend import Backend, WrapEngine
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,10 @@ def create_app(config: ServerConfig, backend: Backend) -> FastAPI:
     @app.get("/healthcheck")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def metrics() -> PlainTextResponse:
+        return PlainTextResponse(backend.metrics.render())
 
     @app.exception_handler(KitError)
     async def kit_error(_: Request, error: KitError) -> JSONResponse:
@@ -57,7 +61,7 @@ def create_app(config: ServerConfig, backend: Backend) -> FastAPI:
     return app
 
 
-def serve(config: ServerConfig) -> None:
+def serve(config: ServerConfig, *, wrap_engine: WrapEngine | None = None) -> None:
     """Serve until a signal, or until the idle time or the lease is over."""
     if config.asks_for_key and config.api_key is None:
         raise ConfigError(
@@ -66,7 +70,8 @@ def serve(config: ServerConfig) -> None:
         )
     sockets = [_bind(config.host, port) for port in (config.port, config.openai_port)]
     control, openai = (bound.getsockname()[1] for bound in sockets)
-    asyncio.run(_serve(config, sockets, control, openai))
+    backend = Backend(config, openai_port=openai, wrap_engine=wrap_engine)
+    asyncio.run(_serve(config, backend, sockets, control))
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -84,9 +89,8 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 async def _serve(
-    config: ServerConfig, sockets: list[socket.socket], control: int, openai: int
+    config: ServerConfig, backend: Backend, sockets: list[socket.socket], control: int
 ) -> None:
-    backend = Backend(config, openai_port=openai)
     server = uvicorn.Server(
         uvicorn.Config(
             create_app(config, backend),
@@ -101,7 +105,7 @@ async def _serve(
     try:
         await backend.start()
         logger.info("control API on http://%s:%s", config.host, control)
-        logger.info("OpenAI API on http://%s:%s/v1", config.host, openai)
+        logger.info("OpenAI API on http://%s:%s/v1", config.host, backend.openai_port)
         await serving
     except TrainerError:
         server.should_exit = True

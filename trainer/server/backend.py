@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ from trainer.engines.choose import chosen, create_engine
 from trainer.engines.engine import Delta, Engine, SampleRequest
 from trainer.errors import BadRequest, Conflict, TrainerError, WorkerDied
 from trainer.learner.handle import Learner
+from trainer.server.canary import logprob_difference
 from trainer.server.gate import Gate
 from trainer.server.journal import Request, digest
 from trainer.server.ledger import Entry, Ledger, choices_of
+from trainer.server.metrics import Metrics
 from trainer.server.models import Model, Models
 from trainer.server.settings import (
     check_internal_config,
@@ -30,19 +32,24 @@ from trainer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 Json = dict[str, Any]
+WrapEngine = Callable[[Engine, Path], Engine]  # of the engine and the base model's directory
 
 
 class Backend:
     """Everything behind the routes. Created without work; `start` begins it."""
 
-    def __init__(self, config: ServerConfig, *, openai_port: int) -> None:
+    def __init__(
+        self, config: ServerConfig, *, openai_port: int, wrap_engine: WrapEngine | None = None
+    ) -> None:
         self.config = config
+        self._wrap_engine = wrap_engine
         self.openai_port = openai_port
         self.last_activity = time.monotonic()
         self.tokenizer: Tokenizer | None = None
         state = Path(config.state_dir).expanduser().resolve()
         self.models = Models(state)
         self.ledger = Ledger(state / "ledger.db")
+        self.metrics = Metrics()
         self._logs = state / "logs"
         self._engine: Engine | None = None
         self._learner: Learner | None = None
@@ -152,6 +159,8 @@ class Backend:
             directory = await asyncio.to_thread(resolve, base_model)
             engine = create_engine(self.config, directory, log=self._logs / "engine.log")
             await engine.configure(engine_args or {})
+            if self._wrap_engine:
+                engine = self._wrap_engine(engine, directory)
             learner = Learner(base_model, log=self._logs / "learner.log")
             try:
                 await asyncio.gather(engine.start(), learner.start())
@@ -170,6 +179,17 @@ class Backend:
         except WorkerDied as error:
             logger.warning("loading again after: %s", error.message)
             await self._engine.load(model.lora_name(step), model.path(step))
+
+    async def _load_and_check(self, model: Model, step: int) -> float:
+        """Load a step that was just trained, and return how far engine and learner differ."""
+        await self._load(model, step)
+        assert self._engine and self._learner and self.tokenizer
+        try:
+            return await logprob_difference(self._engine, self._learner, self.tokenizer, model)
+        except WorkerDied as error:  # the step stands; only its check is missing
+            logger.warning("step %s was not checked: %s", step, error.message)
+            await self._load(model, step)
+            return float("nan")
 
     # Sampling
 
@@ -231,6 +251,8 @@ class Backend:
             logprobs=choice.logprobs,
         )
         self.ledger.record(entry, choice.text)
+        self.metrics.add("art_completions_total")
+        self.metrics.add("art_sampled_tokens_total", len(choice.token_ids))
 
     # Training
 
@@ -275,7 +297,9 @@ class Backend:
 
     def _start_training(self, model: Model, request: Request) -> Training:
         assert self._learner
-        training = Training(model, request, self._learner, self._gate, self._load)
+        training = Training(
+            model, request, self._learner, self._gate, self._load_and_check, self.metrics
+        )
         self._trainings[model.key] = training
         self.last_activity = time.monotonic()
         return training
