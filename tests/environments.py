@@ -20,7 +20,7 @@ def python_of(name: str, *editable: str) -> Path:
     key = hashlib.sha256(b"".join([pins.read_bytes(), *projects, *map(str.encode, packages)]))
     directory = ROOT / ".cache" / "envs" / f"{name}-{key.hexdigest()[:12]}"
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with directory.with_suffix(".lock").open("w") as lock:
+    with directory.with_name(f"{directory.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another test session may be making it
         if not (directory / "installed").is_file():
             _make(directory, pins, packages)
@@ -60,4 +60,6 @@ def run_client(python: Path, script: str, *arguments: str, cwd: Path, timeout: f
 def client_environment() -> dict[str, str]:
     """Of a client on a machine without accounts: nothing may leave loopback."""
     quiet = {"WANDB_MODE": "disabled", "WEAVE_DISABLED": "true", "DO_NOT_TRACK": "1"}
-    return {**os.environ, **quiet, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "OMP_NUM_THREADS": "1"}
+    # Compiled once: these packages take many seconds to import otherwise.
+    ours = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    return {**ours, **quiet, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "OMP_NUM_THREADS": "1"}
