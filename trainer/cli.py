@@ -59,6 +59,7 @@ def serve(config_file: Path | None, env_file: Path | None, **flags: Any) -> None
     config = gather(ServerConfig, flags=flags, env_file=env_file, file=file)
     _require("fastapi", "uvicorn", "torch", "torchtune")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request to vLLM
     from trainer.server.app import serve
 
     serve(config)

@@ -56,6 +56,8 @@ class VllmEngine:
         self._loaded: dict[str, None] = {}
         """Those that vLLM holds, the one used longest ago first."""
         self._in_use = Counter[str]()
+        self._generation = Counter[str]()
+        """How often a name was given to other weights: vLLM's prefix cache knows only names."""
         self._changing = asyncio.Lock()
 
     @property
@@ -96,15 +98,17 @@ class VllmEngine:
     # LoRAs
 
     async def load(self, lora: str, path: Path) -> None:
-        self._paths[lora] = path
+        if self._paths.get(lora) != path:
+            self._generation[lora] += 1
+            self._paths[lora] = path
         await self._revive()
         async with self._using(lora):
             pass
 
     async def unload(self, lora: str) -> None:
-        self._paths.pop(lora, None)
         async with self._changing:
             await self._drop(lora)
+            self._paths.pop(lora, None)
 
     @asynccontextmanager
     async def _using(self, lora: str | None) -> AsyncIterator[str]:
@@ -121,7 +125,7 @@ class VllmEngine:
                     await self._add(lora)
             if lora in self._loaded:
                 self._loaded[lora] = self._loaded.pop(lora)  # used last
-            yield lora
+            yield self._name(lora)
         finally:
             self._in_use[lora] -= 1
 
@@ -131,7 +135,7 @@ class VllmEngine:
         path = self._paths[lora]
         await self._make_room_for(path)
         await self._process.post(
-            "/v1/load_lora_adapter", {"lora_name": lora, "lora_path": str(path)}
+            "/v1/load_lora_adapter", {"lora_name": self._name(lora), "lora_path": str(path)}
         )
         self._loaded[lora] = None
         idle = [name for name in self._loaded if not self._in_use[name]]
@@ -156,7 +160,10 @@ class VllmEngine:
     async def _drop(self, lora: str) -> None:
         if lora in self._loaded and self.running:
             del self._loaded[lora]
-            await self._process.post("/v1/unload_lora_adapter", {"lora_name": lora})
+            await self._process.post("/v1/unload_lora_adapter", {"lora_name": self._name(lora)})
+
+    def _name(self, lora: str) -> str:
+        return f"{lora}.{self._generation[lora]}"
 
     # Sampling
 
