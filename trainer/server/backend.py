@@ -18,6 +18,7 @@ from trainer.server.gate import Gate
 from trainer.server.journal import Request, digest
 from trainer.server.ledger import Entry, Ledger, choices_of
 from trainer.server.models import Model, Models
+from trainer.server.rollouts import Rollouts
 from trainer.server.training import Training
 from trainer.server.wire import (
     ModelWire,
@@ -43,6 +44,7 @@ class Backend:
         state = Path(config.state_dir).expanduser().resolve()
         self.models = Models(state)
         self.ledger = Ledger(state / "ledger.db")
+        self.rollouts = Rollouts(state / "rollouts.db")
         self._logs = state / "logs"
         self._engine: Engine | None = None
         self._learner: Learner | None = None
@@ -69,6 +71,7 @@ class Backend:
             if worker:
                 await worker.stop()
         self.ledger.close()
+        self.rollouts.close()
 
     @property
     def training(self) -> bool:
