@@ -152,9 +152,12 @@ class Worker:
 
     def _died(self) -> WorkerDied:
         code = self._process.returncode if self._process else None
+        if code is not None and code < 0:
+            how = f"was killed by `{signal.Signals(-code).name}`"
+        else:
+            how = f"ended with exit code `{code}`: {last_line(self.log)}"
         return WorkerDied(
-            f"The {self.name} process ended (exit code `{code}`): {last_line(self.log)}",
-            hint=f"See `{self.log}` for its whole output",
+            f"The {self.name} process {how}", hint=f"See `{self.log}` for its whole output"
         )
 
 

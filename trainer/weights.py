@@ -48,20 +48,27 @@ def hugging_face_name(name: str) -> str:
 
 def read_tensors(directory: Path, wanted: set[str]) -> dict[str, Tensor]:
     """The tensors named in `wanted`, mapped from disk; pages are read when they are first used."""
+    found = stored_tensors(directory, wanted)
+    if missing := sorted(wanted - found.keys()):
+        raise ModelError(
+            f"The weights in `{directory}` lack `{missing[0]}`", hint="Fetch the model again"
+        )
+    return found
+
+
+def stored_tensors(directory: Path, wanted: set[str] | None = None) -> dict[str, Tensor]:
+    """The tensors in `directory` (all, or those in `wanted`), mapped from disk."""
     found: dict[str, Tensor] = {}
     for shard in _shards(directory):
         try:
             with safe_open(shard, framework="pt") as file:
-                for name in wanted.intersection(file.keys()):
+                names = set(file.keys())
+                for name in sorted(names if wanted is None else names & wanted):
                     found[name] = file.get_tensor(name)
         except (SafetensorError, OSError) as exc:
             raise ModelError(
                 f"`{shard}` cannot be read: {exc}", hint="Fetch the model again"
             ) from exc
-    if missing := sorted(wanted - found.keys()):
-        raise ModelError(
-            f"The weights in `{directory}` lack `{missing[0]}`", hint="Fetch the model again"
-        )
     return found
 
 

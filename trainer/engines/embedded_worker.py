@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from trainer import faults
 from trainer.attention import KVCache
 from trainer.channel import Channel
 from trainer.config import LoraConfig
@@ -117,6 +118,7 @@ class EmbeddedWorker:
         dtype = self._policy.head.dtype
         placed = {name: tensor.to(self._device, dtype) for name, tensor in tensors.items()}
         self._loras[lora] = read_lora_config(directory), placed
+        faults.reached("engine-loaded")
 
     def _unload(self, lora: str) -> None:
         self._loras.pop(lora, None)
@@ -196,6 +198,7 @@ class EmbeddedWorker:
 
     def _decode(self) -> None:
         """One token for every active row."""
+        faults.reached("engine-sampling")
         self._grow(len(self._active), max(choice.length for choice in self._active) + 1)
         tokens = torch.tensor([[c.tokens[-1]] for c in self._active], device=self._device)
         positions = torch.tensor([[c.length - 1] for c in self._active], device=self._device)

@@ -1,7 +1,8 @@
 """The gradient steps of one train call: logprobs, loss, backward, clip, AdamW."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import GrpoConfig
-from trainer.errors import Diverged
+from trainer.errors import Diverged, Unsupported
 from trainer.learner.grpo import LossInputs, grpo_loss
 from trainer.learner.pack import Row
 from trainer.learner.prepare import Metrics
@@ -28,9 +29,18 @@ class Before:
 class GradientSteps:
     """Takes the gradient steps that follow checkpoint `step`."""
 
-    def __init__(self, state: State, config: GrpoConfig, step: int, reward_std_dev: float) -> None:
+    def __init__(
+        self,
+        state: State,
+        config: GrpoConfig,
+        step: int,
+        reward_std_dev: float,
+        *,
+        base: Callable[[], Policy],
+    ) -> None:
         self.state = state
         self.config = config
+        self.base = base  # loads the base model; only full finetuning under a penalty needs it
         self.learning_rate = config.learning_rate * schedule(config, step)
         if config.scale_learning_rate_by_reward_std_dev:
             self.learning_rate *= reward_std_dev
@@ -42,7 +52,7 @@ class GradientSteps:
 
     def run(self, batches: list[list[Row]]) -> Iterator[Metrics]:
         """One gradient step for each batch of rows."""
-        before = [[self._before(row) for row in batch] for batch in batches]
+        before = self._before(batches)
         for batch, known in zip(batches, before, strict=True):
             yield self._take(batch, known)
 
@@ -85,30 +95,46 @@ class GradientSteps:
         )
 
     @torch.no_grad()
-    def _before(self, row: Row) -> Before:
-        config, policy = self.config, self.state.policy
-        old, reference = row.sampler_logprobs, None
-        if config.precalculate_logprobs or config.truncated_importance_sampling is not None:
-            old, _ = self._logprobs(row)
-        if config.kl_penalty_coef and config.kl_ref_adapter_path is not None:
-            with_reference = Path(config.kl_ref_adapter_path) / ADAPTER
-            reference = self._logprobs_of(read_tensors(with_reference), row)
-        elif config.kl_penalty_coef:
-            policy.set_lora_enabled(False)
-            reference, _ = self._logprobs(row)
-            policy.set_lora_enabled(True)
-        return Before(old, reference)
+    def _before(self, batches: list[list[Row]]) -> list[list[Before]]:
+        config = self.config
+        own = config.precalculate_logprobs or config.truncated_importance_sampling is not None
+        old = [
+            [self._logprobs(row)[0] if own else row.sampler_logprobs for row in batch]
+            for batch in batches
+        ]
+        with self._reference() as reference:
+            return [
+                [
+                    Before(known, reference(row) if reference else None)
+                    for row, known in zip(batch, olds, strict=True)
+                ]
+                for batch, olds in zip(batches, old, strict=True)
+            ]
 
-    def _logprobs_of(self, lora: dict[str, Tensor], row: Row) -> Tensor:
-        """Logprobs of `row` with another LoRA; ours is put back."""
-        policy = self.state.policy
-        ours = {name: tensor.clone() for name, tensor in lora_state(policy).items()}
-        try:
-            load_lora(policy, lora)
-            logprobs, _ = self._logprobs(row)
-        finally:
-            load_lora(policy, ours)
-        return logprobs
+    @contextmanager
+    def _reference(self) -> Iterator[Callable[[Row], Tensor] | None]:
+        """Gives the reference's logprobs of a row; the policy is itself again afterwards."""
+        config, policy = self.config, self.state.policy
+        if not config.kl_penalty_coef:
+            yield None
+        elif config.kl_ref_adapter_path is not None:
+            if policy.lora is None:
+                raise Unsupported("`kl_ref_adapter_path` needs a run that trains a LoRA")
+            ours = {name: tensor.clone() for name, tensor in lora_state(policy).items()}
+            load_lora(policy, read_tensors(Path(config.kl_ref_adapter_path) / ADAPTER))
+            try:
+                yield lambda row: self._logprobs(row)[0]
+            finally:
+                load_lora(policy, ours)
+        elif policy.lora is not None:
+            policy.set_lora_enabled(False)
+            try:
+                yield lambda row: self._logprobs(row)[0]
+            finally:
+                policy.set_lora_enabled(True)
+        else:
+            base = self.base()
+            yield lambda row: row_logprobs(base, row)[0]
 
     def _logprobs(self, row: Row) -> tuple[Tensor, Tensor]:
         return row_logprobs(

@@ -47,9 +47,6 @@ def grpo_loss(inputs: LossInputs, config: GrpoConfig) -> LossOutput:
     low, high = config.clip_range
     if (cap := config.max_negative_advantage_importance_sampling_weight) is not None:
         ratio = torch.where(advantages < 0, ratio.clamp(max=cap), ratio)
-    inside = (ratio > low) & (ratio < high)
-    if config.mask_prob_ratio:
-        ratio = torch.where(inside, ratio, 0.0)
     if config.kimi_k2_tau is not None:
         advantages = advantages - config.kimi_k2_tau * log_ratio.detach()
     if inputs.reference_logprobs is not None and config.kl_penalty == "advantage":
@@ -66,6 +63,8 @@ def grpo_loss(inputs: LossInputs, config: GrpoConfig) -> LossOutput:
     else:
         gain = clipped.detach() * advantages * new
         was_clipped = clipped != ratio
+    if config.mask_prob_ratio:
+        gain = torch.where((ratio > low) & (ratio < high), gain, 0.0)
     loss = -gain
     if config.truncated_importance_sampling is not None:
         loss = loss * mismatch_weight(inputs, old, config.truncated_importance_sampling)

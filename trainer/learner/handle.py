@@ -51,3 +51,21 @@ class Learner:
             lora=lora.model_dump(mode="json"),
         ):
             yield row
+
+    async def score(
+        self,
+        checkpoints: Path,
+        lora: LoraConfig,
+        prompt_ids: list[int],
+        completion_ids: list[int],
+    ) -> list[float]:
+        """Logprobs of a completion under the weights of a run's newest step."""
+        await self._worker.revive()
+        scores: list[float] = await self._worker.call(
+            "score",
+            checkpoints=str(checkpoints),
+            lora=lora.model_dump(mode="json"),
+            prompt_ids=prompt_ids,
+            completion_ids=completion_ids,
+        )
+        return scores

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from trainer import checkpoint
+from trainer import checkpoint, faults
 from trainer.config import GrpoConfig, LoraConfig
 from trainer.errors import OutOfMemory
 from trainer.learner.gradient import GradientSteps
 from trainer.learner.pack import Row, pack
 from trainer.learner.prepare import Prepared, prepare
-from trainer.learner.state import State, check_belongs
+from trainer.learner.state import State, check_belongs, lora_shape
 from trainer.model import Policy, load_model
 from trainer.tokenizer import Tokenizer
 
@@ -38,13 +38,13 @@ class Learner:
         self.state: State | None = None
         self.loaded: tuple[Path, int] | None = None  # the run and step that `state` holds
 
-    def prepare(self, checkpoints: Path, lora: LoraConfig) -> int:
+    def prepare(self, checkpoints: Path, lora: LoraConfig | None) -> int:
         """The run's latest good step; a new run gets checkpoint 0 with a fresh LoRA."""
         checkpoint.clean(checkpoints)
         step = checkpoint.latest(checkpoints)
         if step is None:
             step = 0
-            state = State(self._policy(lora), lora.seed)
+            state = self._new_state(lora)
             self._save(state, checkpoints, step, lora, parent=None, config=None)
             self.state, self.loaded = state, (checkpoints, step)
         else:
@@ -58,11 +58,12 @@ class Learner:
         checkpoints: Path,
         groups: Sequence[dict[str, Any]],
         config: GrpoConfig,
-        lora: LoraConfig,
+        lora: LoraConfig | None,
     ) -> Iterator[dict[str, Any]]:
         """Yield the metrics of each gradient step, then the checkpoint that was made."""
         try:
             step = self._load(checkpoints, lora)
+            faults.reached("learner-begins")
             yield from self._train(checkpoints, step, groups, config, lora)
         except torch.OutOfMemoryError as exc:
             self.loaded = None
@@ -72,13 +73,36 @@ class Learner:
             self.loaded = None
             raise
 
+    @torch.no_grad()
+    def score(
+        self,
+        checkpoints: Path,
+        lora: LoraConfig | None,
+        prompt_ids: list[int],
+        completion_ids: list[int],
+    ) -> list[float]:
+        """Logprobs of a completion under the weights of a run's newest step."""
+        self._load(checkpoints, lora)
+        assert self.state is not None
+        tokens = torch.tensor([prompt_ids + completion_ids[:-1]], device=self.device)
+        predictors = torch.arange(len(prompt_ids) - 1, tokens.shape[1], device=self.device)
+        logprobs, _ = self.state.policy.logprobs(
+            tokens,
+            mask=None,
+            positions=torch.arange(tokens.shape[1], device=self.device)[None],
+            predictors=predictors,
+            targets=torch.tensor(completion_ids, device=self.device),
+        )
+        scores: list[float] = logprobs.tolist()
+        return scores
+
     def _train(
         self,
         checkpoints: Path,
         step: int,
         groups: Sequence[dict[str, Any]],
         config: GrpoConfig,
-        lora: LoraConfig,
+        lora: LoraConfig | None,
     ) -> Iterator[dict[str, Any]]:
         assert self.state is not None
         state = self.state
@@ -94,9 +118,10 @@ class Learner:
                 "step %s trains on nothing: %s", step + 1, ", ".join(reasons) or "no group"
             )
             yield prepared.metrics
-        steps = GradientSteps(state, config, step, prepared.reward_std_dev)
+        steps = GradientSteps(state, config, step, prepared.reward_std_dev, base=self._reference)
         for metrics in steps.run(batches):
             yield {**prepared.metrics, **metrics}
+            faults.reached("learner-stepped")
         path = self._save(state, checkpoints, step + 1, lora, parent=step, config=config)
         self.loaded = (checkpoints, step + 1)
         yield {"checkpoint": str(path), "step": step + 1, "dropped": prepared.dropped}
@@ -128,10 +153,19 @@ class Learner:
         ]
         return min(limit for limit in limits if limit is not None)
 
-    def _policy(self, lora: LoraConfig) -> Policy:
-        return load_model(self.directory, lora=lora, dtype=self.dtype, device=self.device)
+    def _new_state(self, lora: LoraConfig | None) -> State:
+        # Every weight that is trained is kept in fp32: AdamW's steps are lost in bf16.
+        dtype = torch.float32 if lora is None else self.dtype
+        policy = load_model(self.directory, lora=lora, dtype=dtype, device=self.device)
+        return State(policy, seed=lora.seed if lora else 0)
 
-    def _load(self, checkpoints: Path, lora: LoraConfig) -> int:
+    def _reference(self) -> Policy:
+        """A frozen copy of the base model, for full finetuning under a KL penalty."""
+        policy = load_model(self.directory, lora=None, dtype=self.dtype, device=self.device)
+        policy.requires_grad_(False)
+        return policy
+
+    def _load(self, checkpoints: Path, lora: LoraConfig | None) -> int:
         """Bring the run's latest good step into memory."""
         step = self.prepare(checkpoints, lora)
         if self.loaded == (checkpoints, step):
@@ -139,7 +173,7 @@ class Learner:
         path = checkpoint.path_of(checkpoints, step)
         self.loaded = None
         if self.state is None or self.state.policy.lora != lora:
-            self.state = State(self._policy(lora), lora.seed)
+            self.state = self._new_state(lora)
         self.state.read(path)
         self.loaded = (checkpoints, step)
         return step
@@ -149,14 +183,14 @@ class Learner:
         state: State,
         checkpoints: Path,
         step: int,
-        lora: LoraConfig,
+        lora: LoraConfig | None,
         *,
         parent: int | None,
         config: GrpoConfig | None,
     ) -> Path:
         about = {
             "base_model": self.base_model,
-            "lora": lora.model_dump(mode="json", exclude={"seed"}),
+            "lora": lora_shape(lora),
             "parent": parent,
             "config": config.model_dump(mode="json") if config else None,
         }

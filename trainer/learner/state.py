@@ -1,4 +1,4 @@
-"""What a run carries from step to step: the LoRA, AdamW's moments and the shuffling generator.
+"""What a run carries from step to step: trained weights, AdamW's moments, the generator.
 
 On disk it is two safetensors files in a checkpoint; nothing is ever unpickled.
 """
@@ -15,10 +15,11 @@ from torch import Tensor
 from trainer import checkpoint
 from trainer.config import LoraConfig
 from trainer.errors import CheckpointError
-from trainer.model import Policy, load_lora, lora_state, peft_config
+from trainer.model import Policy, load_lora, peft_config
 
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
+FULL = "model.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -35,18 +36,25 @@ class State:
 
     def write(self, directory: Path, *, base_model: str) -> None:
         """Write the files of a checkpoint into `directory`."""
-        assert self.policy.lora is not None
+        lora = self.policy.lora
         weights = {
-            name: tensor.cpu().contiguous() for name, tensor in lora_state(self.policy).items()
+            name: parameter.detach().cpu().contiguous() for name, parameter in self.names.items()
         }
-        save_file(weights, directory / ADAPTER, metadata={"format": "pt"})
-        config = peft_config(self.policy.lora, base_model)
-        (directory / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        save_file(weights, directory / (ADAPTER if lora else FULL), metadata={"format": "pt"})
+        if lora is not None:
+            config = json.dumps(peft_config(lora, base_model), indent=2)
+            (directory / ADAPTER_CONFIG).write_text(config + "\n", encoding="utf-8")
         save_file(self._optimizer_tensors(), directory / OPTIMIZER)
 
     def read(self, directory: Path) -> None:
         """Go on from the checkpoint in `directory`, whose files have been verified."""
-        load_lora(self.policy, read_tensors(directory / ADAPTER))
+        if self.policy.lora is not None:
+            load_lora(self.policy, read_tensors(directory / ADAPTER))
+        else:
+            weights = read_tensors(directory / FULL)
+            with torch.no_grad():
+                for name, parameter in self.names.items():
+                    parameter.copy_(weights[name])
         tensors = read_tensors(directory / OPTIMIZER)
         self.generator.set_state(tensors["generator"])
         self.optimizer.state.clear()
@@ -77,16 +85,20 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         ) from exc
 
 
-def check_belongs(path: Path, *, base_model: str, lora: LoraConfig) -> dict[str, Any]:
-    """The manifest of the checkpoint at `path`, which must be whole, of this model and LoRA."""
+def lora_shape(lora: LoraConfig | None) -> dict[str, Any] | None:
+    """What of a LoRA's settings must not change during a run; None trains every weight."""
+    return lora.model_dump(mode="json", exclude={"seed"}) if lora else None
+
+
+def check_belongs(path: Path, *, base_model: str, lora: LoraConfig | None) -> None:
+    """Raise unless the checkpoint at `path` is whole, and of this base model and LoRA."""
     manifest = checkpoint.verify(path)
     for what, found, wanted in (
         ("base model", manifest.get("base_model"), base_model),
-        ("LoRA", manifest.get("lora"), lora.model_dump(mode="json", exclude={"seed"})),
+        ("LoRA", manifest.get("lora"), lora_shape(lora)),
     ):
         if found != wanted:
             raise CheckpointError(
                 f"The checkpoint `{path}` is of the {what} `{found}`, not `{wanted}`",
                 hint="Register the run under another name, or with what it was started with",
             )
-    return manifest

@@ -16,6 +16,13 @@ from trainer.learner.learner import Learner
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
+Settings = dict[str, Any]
+
+
+def _lora(settings: Settings | None) -> LoraConfig | None:
+    """The LoRA to train; None trains every weight of the model."""
+    return None if settings is None else validate(LoraConfig, settings, source="lora")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -26,22 +33,20 @@ def main() -> None:
     dtype = DTYPES.get(arguments.dtype) or default_dtype(directory, device)
     learner = Learner(arguments.base_model, directory, dtype=dtype, device=device)
 
-    def prepare(checkpoints: str, lora: dict[str, Any]) -> dict[str, int]:
-        return {
-            "step": learner.prepare(Path(checkpoints), validate(LoraConfig, lora, source="lora"))
-        }
+    def prepare(checkpoints: str, lora: Settings | None) -> dict[str, int]:
+        return {"step": learner.prepare(Path(checkpoints), _lora(lora))}
 
     def train(
-        checkpoints: str, groups: list[dict[str, Any]], config: dict[str, Any], lora: dict[str, Any]
+        checkpoints: str, groups: list[dict[str, Any]], config: Settings, lora: Settings | None
     ) -> Iterator[dict[str, Any]]:
         return learner.train(
-            Path(checkpoints),
-            groups,
-            validate(GrpoConfig, config, source="config"),
-            validate(LoraConfig, lora, source="lora"),
+            Path(checkpoints), groups, validate(GrpoConfig, config, source="config"), _lora(lora)
         )
 
-    channel.serve({"prepare": prepare, "train": train})
+    def score(checkpoints: str, lora: dict[str, Any], **tokens: list[int]) -> list[float]:
+        return learner.score(Path(checkpoints), validate(LoraConfig, lora, source="lora"), **tokens)
+
+    channel.serve({"prepare": prepare, "train": train, "score": score})
 
 
 if __name__ == "__main__":

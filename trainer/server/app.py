@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 
 from kit.errors import ConfigError, KitError
 from trainer.config import ServerConfig
@@ -31,6 +31,10 @@ def create_app(config: ServerConfig, backend: Backend) -> FastAPI:
     @app.get("/healthcheck")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def metrics() -> PlainTextResponse:
+        return PlainTextResponse(backend.metrics.render())
 
     @app.exception_handler(KitError)
     async def kit_error(_: Request, error: KitError) -> JSONResponse:

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
+from trainer import faults
 from trainer.errors import Unsupported
 from trainer.server.backend import Backend
 from trainer.server.training import Training
@@ -55,4 +56,5 @@ async def _ndjson(
         yield json.dumps(first) + "\n"
     async for row in rows:
         yield json.dumps(row) + "\n"
+    faults.reached("server-streamed")
     training.model.journal.delivered()

@@ -14,9 +14,11 @@ from trainer.engines.embedded import EmbeddedEngine
 from trainer.engines.engine import Delta, Engine, SampleRequest
 from trainer.errors import BadRequest, Conflict, TrainerError, WorkerDied
 from trainer.learner.handle import Learner
+from trainer.server.canary import logprob_difference
 from trainer.server.gate import Gate
 from trainer.server.journal import Request, digest
 from trainer.server.ledger import Entry, Ledger, choices_of
+from trainer.server.metrics import Metrics
 from trainer.server.models import Model, Models
 from trainer.server.rollouts import Rollouts
 from trainer.server.training import Training
@@ -45,6 +47,7 @@ class Backend:
         self.models = Models(state)
         self.ledger = Ledger(state / "ledger.db")
         self.rollouts = Rollouts(state / "rollouts.db")
+        self.metrics = Metrics()
         self._logs = state / "logs"
         self._engine: Engine | None = None
         self._learner: Learner | None = None
@@ -134,8 +137,24 @@ class Backend:
             logger.info("serving `%s` with the %s engine", base_model, engine.name)
 
     async def _load(self, model: Model, step: int) -> None:
+        """Have the engine hold a step's LoRA; an engine that dies of something else is retried."""
         assert self._engine
-        await self._engine.load(model.lora_name(step), model.path(step))
+        try:
+            await self._engine.load(model.lora_name(step), model.path(step))
+        except WorkerDied as error:
+            logger.warning("loading again after: %s", error.message)
+            await self._engine.load(model.lora_name(step), model.path(step))
+
+    async def _load_and_check(self, model: Model, step: int) -> float:
+        """Load a step that was just trained, and return how far engine and learner differ."""
+        await self._load(model, step)
+        assert self._engine and self._learner and self.tokenizer
+        try:
+            return await logprob_difference(self._engine, self._learner, self.tokenizer, model)
+        except WorkerDied as error:  # the step stands; only its check is missing
+            logger.warning("step %s was not checked: %s", step, error.message)
+            await self._load(model, step)
+            return float("nan")
 
     # Sampling
 
@@ -197,6 +216,8 @@ class Backend:
             logprobs=choice.logprobs,
         )
         self.ledger.record(entry, choice.text)
+        self.metrics.add("art_completions_total")
+        self.metrics.add("art_sampled_tokens_total", len(choice.token_ids))
 
     # Training
 
@@ -241,7 +262,9 @@ class Backend:
 
     def _start_training(self, model: Model, request: Request) -> Training:
         assert self._learner
-        training = Training(model, request, self._learner, self._gate, self._load)
+        training = Training(
+            model, request, self._learner, self._gate, self._load_and_check, self.metrics
+        )
         self._trainings[model.key] = training
         self.last_activity = time.monotonic()
         return training

@@ -11,11 +11,13 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+from trainer import faults
 from trainer.config import GrpoConfig
 from trainer.errors import WorkerDied
 from trainer.learner.handle import Learner
 from trainer.server.gate import Gate
 from trainer.server.journal import Request
+from trainer.server.metrics import Metrics
 from trainer.server.models import Model
 
 logger = logging.getLogger(__name__)
@@ -32,13 +34,15 @@ class Training:
         request: Request,
         learner: Learner,
         gate: Gate,
-        load: Callable[[Model, int], Awaitable[None]],
+        load: Callable[[Model, int], Awaitable[float]],
+        metrics: Metrics,
     ) -> None:
         self.model = model
         self.request = request
         self._learner = learner
         self._gate = gate
         self._load = load
+        self._metrics = metrics
         self._rows: list[Json] = []
         self._changed = asyncio.Condition()
         self._error: Exception | None = None
@@ -73,7 +77,9 @@ class Training:
             await self._changed.wait_for(lambda: self.done or len(self._rows) > told)
 
     async def _run(self) -> None:
+        started = time.monotonic()
         try:
+            faults.reached("server-journaled")
             async with self._gate.training():
                 for attempt in range(1, ATTEMPTS + 1):
                     try:
@@ -83,11 +89,14 @@ class Training:
                         if attempt == ATTEMPTS:
                             raise
                         logger.warning("training again after: %s", error.message)
-                await self._load(self.model, step)  # served, and only then
-                self.model.step = step
-            logger.info("%s is at step %s", self.model.key, self.model.step)
+                faults.reached("server-trained")
+                canary = await self._load(self.model, step)
+                self.model.step = step  # served, and only then
+                faults.reached("server-advanced")
+            self._tell(canary, time.monotonic() - started)
         except Exception as error:
             logger.error("training %s failed: %s", self.model.key, error)
+            self._metrics.add("art_failed_steps_total", model=self.model.key)
             self.model.journal.delivered()  # a request that cannot be trained is not tried for ever
             self._error = error
         finally:
@@ -104,18 +113,17 @@ class Training:
         self.model.journal.restart()
         self._rows = []
         config = GrpoConfig.model_validate(self.request.config)
-        made: Json = {}
+        step = self.request.step
         async for row in self._learner.train(
             self.model.checkpoints, self.request.groups, config, self.model.lora
         ):
             if "checkpoint" in row:
-                made = row
+                step = int(row["step"])
                 continue
             self._rows.append(row)
             self.model.journal.row(row)
+            faults.reached("server-row")
             await self._notify()
-        self._log_history(made)
-        step = int(made["step"])
         self.model.add_step(step)
         return step
 
@@ -123,20 +131,28 @@ class Training:
         async with self._changed:
             self._changed.notify_all()
 
-    def _log_history(self, made: Json) -> None:
+    def _tell(self, canary: float, seconds: float) -> None:
+        """Log the step, count it, and append its means to the run's history."""
+        model = self.model
+        logger.info("%s is at step %s after %.1f s", model.key, model.step, seconds)
+        means = {
+            name: sum(values) / len(values)
+            for name in sorted({name for row in self._rows for name in row})
+            if (values := [row[name] for row in self._rows if name in row])
+        }
+        self._metrics.add("art_steps_total", model=model.key)
+        self._metrics.add("art_retokenized_total", means.get("data/retokenized", 0))
+        self._metrics.set("art_step", model.step, model=model.key)
+        self._metrics.set("art_train_seconds", seconds, model=model.key)
+        self._metrics.set("art_canary_logprob_difference", canary, model=model.key)
         rewards = [
             trajectory["reward"]
             for group in self.request.groups
             for trajectory in group.get("trajectories") or []
         ]
-        names = {name for row in self._rows for name in row}
-        means = {
-            name: sum(row[name] for row in self._rows if name in row)
-            / sum(name in row for row in self._rows)
-            for name in sorted(names)
-        }
-        line = {"step": made["step"], "recorded_at": time.time(), **means}
+        line = {"step": model.step, "recorded_at": time.time(), **means}
+        line |= {"time/step_s": seconds, "canary/logprob_difference": canary}
         if rewards:
             line["train/reward"] = sum(rewards) / len(rewards)
-        with (self.model.directory / "history.jsonl").open("a", encoding="utf-8") as file:
+        with (model.directory / "history.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")

@@ -1,0 +1,42 @@
+"""Logprobs of chosen tokens, in vocabulary chunks, against the whole softmax."""
+
+import pytest
+import torch
+
+from trainer import logprobs
+from trainer.logprobs import chosen_logprobs
+
+
+@pytest.mark.parametrize("train_head", [False, True])
+@pytest.mark.parametrize("vocabulary_chunk", [7, 50, 1000])
+def test_values_and_gradients_are_those_of_log_softmax(
+    train_head: bool, vocabulary_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "VOCABULARY_CHUNK", vocabulary_chunk)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(23, 16, generator=generator, dtype=torch.float64, requires_grad=True)
+    head = torch.randn(50, 16, generator=generator, dtype=torch.float64) * 3
+    head.requires_grad_(train_head)
+    targets = torch.randint(50, (23,), generator=generator)
+    slopes = torch.randn(23, generator=generator)
+
+    everything = (hidden @ head.t()).log_softmax(-1)
+    expected = everything.gather(1, targets[:, None])[:, 0]
+    wanted = [hidden, head] if train_head else [hidden]
+    gradients = torch.autograd.grad((expected * slopes).sum(), wanted)
+
+    found, entropies = chosen_logprobs(hidden, head, targets, chunk=10)
+    torch.testing.assert_close(found, expected.float(), atol=1e-5, rtol=1e-5)
+    entropy = -(everything.exp() * everything).sum(-1)
+    torch.testing.assert_close(entropies, entropy.float(), atol=1e-5, rtol=1e-5)
+    ours = torch.autograd.grad((found * slopes).sum(), wanted)
+    for mine, theirs in zip(ours, gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_logits_far_apart_neither_overflow_nor_lose_the_target() -> None:
+    hidden = torch.tensor([[1.0]])
+    head = torch.tensor([[1e4], [-1e4], [9.9e3]])
+    found, entropies = chosen_logprobs(hidden, head, torch.tensor([2]))
+    assert found.tolist() == [-100.0]
+    assert entropies.item() == pytest.approx(0.0, abs=1e-2)
