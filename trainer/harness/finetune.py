@@ -15,7 +15,7 @@ from trainer.harness.config import FinetuneConfig, load_config
 from trainer.harness.context import Context
 from trainer.harness.dataset import load_examples
 from trainer.harness.evaluators import Scorer, load_evaluators
-from trainer.harness.history import History
+from trainer.harness.history import METRICS, PLOT, History
 from trainer.harness.imports import instance
 from trainer.harness.llm import Llms
 from trainer.harness.progress import ConsoleLines, Progress
@@ -142,8 +142,21 @@ def _log_to(console: Console) -> None:
     root.propagate = False
 
 
+def summary(result: Result) -> dict[str, Any]:
+    """The result as data: the histories and the status of every epoch of this call."""
+    past = result.history
+    return {
+        "run_id": past.run_id if past else None,
+        "epochs": past.epoch if past else len(result.statuses),
+        "output_dir": str(result.config.finetuning.output_dir),
+        "rewards": past.rewards if past else [],
+        "validation": past.validation if past else [],
+        "statuses": [status.model_dump(mode="json") for status in result.statuses],
+    }
+
+
 def closing_lines(result: Result) -> list[str]:
-    """What to tell a person at the end: before, after, where things are and what to do next."""
+    """What to tell a person at the end: before and after, and where things are."""
     past = result.history
     if past is None:
         return []
@@ -156,7 +169,7 @@ def closing_lines(result: Result) -> list[str]:
             f"Validation reward: {first['avg_reward']:.3f} before, "
             f"{last['avg_reward']:.3f} after ({gain:+.3f})"
         )
-        for name in first["metrics"].keys() & last["metrics"].keys():
+        for name in sorted(first["metrics"].keys() & last["metrics"].keys()):
             lines.append(
                 f"Validation {name}: {first['metrics'][name]:.3f} before, "
                 f"{last['metrics'][name]:.3f} after"
@@ -164,5 +177,6 @@ def closing_lines(result: Result) -> list[str]:
     rewards = [row["avg_reward"] for row in past.rewards if row["avg_reward"] is not None]
     if rewards:
         lines.append(f"Training reward: {rewards[0]:.3f} first, {rewards[-1]:.3f} last")
-    lines.append(f"Metrics and plot: {past.directory}/training_metrics.jsonl, reward_plot.png")
+    lines.append(f"Metrics: {past.directory / METRICS}")
+    lines.append(f"Plot: {past.directory / PLOT}")
     return lines
