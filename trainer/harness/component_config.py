@@ -194,6 +194,8 @@ class ArtTrajectoryBuilderConfig(Config):
     type: Literal["openpipe_art_traj_builder"] = Field(alias="_type")
     num_generations: int = Field(2, ge=1)
     """Trajectories per example: more give GRPO a better signal and cost more time."""
+    examples_per_epoch: int | None = Field(None, ge=1)
+    """Examples of an epoch, every one once before any comes again; None is the whole dataset."""
 
 
 class InitArgs(Config):

@@ -2,13 +2,15 @@
 
 import asyncio
 import logging
+import random
+from collections.abc import Sequence
 
 from trainer.harness import episodes
 from trainer.harness.component_config import ArtTrajectoryBuilderConfig
 from trainer.harness.context import Context
 from trainer.harness.metrics import mean_metrics, write_jsonl
 from trainer.harness.runner import failures, record, warn_of_failures
-from trainer.harness.types import Json, Trajectory, TrajectoryCollection, WorkflowRun
+from trainer.harness.types import Example, Json, Trajectory, TrajectoryCollection, WorkflowRun
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +36,11 @@ class ARTTrajectoryBuilder:
         generations = self.config.num_generations
         logger.info("Starting %s evaluation runs for run_id: %s", generations, run_id)
         epoch = (meta or {}).get("epoch", 0)
-        context.progress.phase("sampling", generations * len(context.examples))
+        examples = self._examples(context, epoch)
+        context.progress.phase("sampling", generations * len(examples))
         self.evaluation_runs[run_id] = asyncio.create_task(
             context.runner.run(
-                context.examples, generations, f"{run_id}-{epoch}", context.progress.run_done
+                examples, generations, f"{run_id}-{epoch}", context.progress.run_done
             )
         )
 
@@ -71,6 +74,20 @@ class ARTTrajectoryBuilder:
         for task in self.evaluation_runs.values():
             task.cancel()
         await asyncio.gather(*self.evaluation_runs.values(), return_exceptions=True)
+
+    def _examples(self, context: Context, epoch: int) -> Sequence[Example]:
+        """The epoch's share: the dataset is shuffled once for each pass through it."""
+        count = self.config.examples_per_epoch
+        if count is None:
+            return context.examples
+        total = len(context.examples)
+        chosen = []
+        for place in range(epoch * count, (epoch + 1) * count):
+            order = list(range(total))
+            random.Random(f"{context.config.finetuning.seed}/{place // total}").shuffle(order)
+            chosen.append(context.examples[order[place % total]])
+        # A small dataset may begin anew within an epoch; a group holds each example once.
+        return list(dict.fromkeys(chosen)) if count > total else chosen
 
     def _build(self, context: Context, run: WorkflowRun) -> Trajectory | None:
         if run.failure is not None:
