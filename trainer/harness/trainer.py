@@ -25,6 +25,7 @@ from trainer.harness.types import (
 from trainer.harness.validation import validate
 
 logger = logging.getLogger(__name__)
+DRAW_EVERY = 15.0  # seconds; a plot costs a quarter of one, which quick epochs would feel
 IDLE_EPOCHS = 3  # as many epochs in a row without anything to learn from, and the run gives up
 
 
@@ -47,6 +48,7 @@ class ARTTrainer:
         self._reporters: list[Reporter] = []
         self._pending: Pending
         self._train_started = 0.0
+        self._drawn = -DRAW_EVERY
 
     async def initialize(self, config: Context) -> None:
         """Set the components up, and find where an earlier run was left when asked to resume."""
@@ -92,6 +94,7 @@ class ARTTrainer:
                 logger.info("Stopping after epoch %s: %s", past.epoch, reason)
                 break
         await self._last_validation()
+        self._draw()
         for reporter in self._reporters:
             reporter.close()
         return statuses
@@ -201,7 +204,8 @@ class ARTTrainer:
             {name: row.get(name) for name in (*names, "num_trajectories", "curriculum_percentile")}
         )
         past.save()
-        self._draw()
+        if time.monotonic() - self._drawn > DRAW_EVERY:
+            self._draw()
         self._report(row, validation)
         reward = row.get("avg_reward")
         logger.info(
@@ -240,7 +244,6 @@ class ARTTrainer:
         if context.validation is not None and past.validation[-1]["epoch"] != past.epoch:
             await self._validate(past.epoch)
             past.save()
-            self._draw()
 
     async def _was_trained(self, pending: Pending) -> bool:
         """Whether the backend has made the step of an epoch that was cut off."""
@@ -277,6 +280,9 @@ class ARTTrainer:
 
     def _draw(self) -> None:
         context, past = self._ready()
+        self._drawn = time.monotonic()
+        if not past.rewards:
+            return
         enabled = context.config.finetuning.curriculum_learning.enabled
         plots.reward_plot(
             context.output_dir / history.PLOT, past.rewards, past.validation, curriculum=enabled
