@@ -1,5 +1,6 @@
 """`launcher`: the program on the laptop. Commands parse, call and print; nothing else."""
 
+import contextlib
 import importlib.metadata
 import sys
 from collections.abc import Callable
@@ -226,7 +227,8 @@ def tunnel(
             click.echo(f"export {variable}={value}")
         sys.stdout.flush()
         note("The tunnel is open; Ctrl-C closes it")
-        wait_for_ever(endpoints, cluster.name)
+        with contextlib.suppress(KeyboardInterrupt):
+            wait_for_ever(endpoints, cluster.name)
 
 
 @cli.command()

@@ -22,17 +22,24 @@ class Serving:
     """`with Serving(directory, "tiny-random") as serving:`; `start` again after a kill."""
 
     def __init__(
-        self, directory: Path, base_model: str, *arguments: str, **environment: str
+        self,
+        directory: Path,
+        base_model: str,
+        *arguments: str,
+        program: tuple[str, ...] = ("trainer", "serve"),
+        host: str = "127.0.0.1",
+        openai_port: int | None = None,
+        **environment: str,
     ) -> None:
         self.state = directory / ".art"
         self.log = directory / "server.log"
         self.process: subprocess.Popen[bytes]
-        ports = free_port(), free_port()
-        self.control, self.openai = (f"http://127.0.0.1:{port}" for port in ports)
+        ports = free_port(), openai_port or free_port()
+        self.control, self.openai = (f"http://{host}:{port}" for port in ports)
         self._directory = directory
         self._environment = environment
         self._command = [
-            *(sys.executable, "-m", "trainer", "serve", "--base-model", base_model),
+            *(sys.executable, "-m", *program, "--base-model", base_model, "--host", host),
             *("--port", str(ports[0]), "--openai-port", str(ports[1])),
             *("--state-dir", str(self.state), *arguments),
         ]

@@ -1,5 +1,6 @@
 """What a user can set where the model is: the server, the LoRA and the GRPO step."""
 
+import ipaddress
 from typing import Annotated, Literal
 
 import pydantic
@@ -149,9 +150,23 @@ class ServerConfig(Config):
     """Where models, checkpoints and logs live."""
     api_key: Annotated[SecretStr | None, Env("ART_API_KEY")] = None
     """Bearer token asked of every client when `host` is not loopback."""
+    require_key: bool = False
+    """Ask for the key on loopback too."""
     exit_when_idle: Annotated[float, Env("ART_IDLE_MINUTES")] = Field(0, ge=0)
     """Exit after this many minutes without sampling or training; 0 stays."""
     max_hours: Annotated[float, Env("ART_MAX_HOURS")] = Field(0, ge=0)
     """Exit after this many hours whatever happens; 0 stays."""
     lora: LoraConfig = LoraConfig()
     """Shape of the LoRA of a new model."""
+
+    @property
+    def asks_for_key(self) -> bool:
+        """On loopback only where asked for: the control clients of ART and NAT send no key."""
+        return self.require_key or not is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

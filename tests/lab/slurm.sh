@@ -62,7 +62,8 @@ packages() {
 # SkyPilot's runtime on a node is made by uv, and with Python 3.10 exactly; both would be downloaded.
 runtime() {
   local python310
-  python310=$(ls -d "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.10.* 2>/dev/null | tail -1)
+  # The tests move HOME, and pyenv is in the real one.
+  python310=$(ls -d "${PYENV_ROOT:-$(getent passwd "$(id -u)" | cut -d: -f6)/.pyenv}"/versions/3.10.* 2>/dev/null | tail -1)
   [ -n "$python310" ] || fail "SkyPilot's runtime on a node needs Python 3.10, and pyenv has none" \
     "Install one with \`pyenv install 3.10\`"
   [ -x /usr/bin/python3.11 ] || fail "There is no /usr/bin/python3.11 that every user can run" \

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from trainer.client import ArtBackend
+from trainer.client import ArtBackend, means
 from trainer.errors import TrainerError
 from trainer.harness import episodes
 from trainer.harness.component_config import ArtBackendConfig, ArtTrainerAdapterConfig
@@ -134,7 +134,7 @@ class ARTTrainerAdapter:
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
         job = self._jobs[ref.run_id]
-        told: Json = {"step": (job.ref.metadata or {})["step"], "metrics": _means(job.rows)}
+        told: Json = {"step": (job.ref.metadata or {})["step"], "metrics": means(job.rows)}
         state, message, progress = TrainingStatusEnum.RUNNING, None, None
         if job.rows and (total := job.rows[-1].get("num_gradient_steps")):
             progress = 100 * len(job.rows) / total
@@ -178,11 +178,13 @@ class ARTTrainerAdapter:
         while True:
             job.rows = []
             try:
-                async for row in self._ready()._train_rows(self._model, groups, settings):
+                async for row in self._ready()._train_model(self._model, groups, {}, settings):
                     job.rows.append(row)
                 return
-            except httpx.TransportError as exc:
-                logger.warning("The backend went away while it trained (%s); waiting for it", exc)
+            except TrainerError as exc:
+                if not _is_away(exc):
+                    raise
+                logger.warning("The backend went away while it trained: %s", exc.message)
                 # It takes the journaled request up by itself; the same body again only joins it.
                 await self._connect(patience=self.config.wait_for_backend)
 
@@ -196,7 +198,7 @@ class ARTTrainerAdapter:
                 await client._prepare_backend_for_training(self._model, None)
                 return
             except TrainerError as exc:
-                if not isinstance(exc.__cause__, httpx.TransportError):
+                if not _is_away(exc):
                     raise
                 if time.monotonic() >= deadline:
                     raise NotConnected(exc.message) from exc
@@ -208,10 +210,6 @@ class ARTTrainerAdapter:
         return self._client
 
 
-def _means(rows: list[dict[str, float]]) -> dict[str, float]:
-    names = {name for row in rows for name in row}
-    return {
-        name: sum(values) / len(values)
-        for name in sorted(names)
-        if (values := [row[name] for row in rows if name in row])
-    }
+def _is_away(error: TrainerError) -> bool:
+    """Whether nobody answered, rather than that the answer was no."""
+    return isinstance(error.__cause__, httpx.TransportError)

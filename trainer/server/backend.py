@@ -1,10 +1,10 @@
 """The backend owns one engine, one learner and the models that share their base model."""
 
 import asyncio
-import dataclasses
+import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +21,29 @@ from trainer.server.ledger import Entry, Ledger, choices_of
 from trainer.server.metrics import Metrics
 from trainer.server.models import Model, Models
 from trainer.server.rollouts import Rollouts
-from trainer.server.training import Training
-from trainer.server.wire import (
-    ModelWire,
-    TrainRequest,
+from trainer.server.settings import (
     check_internal_config,
     grpo_config,
     lora_config,
+    max_seq_length,
 )
+from trainer.server.training import Training
+from trainer.server.wire import ModelWire, TrainRequest
 from trainer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 Json = dict[str, Any]
+WrapEngine = Callable[[Engine, Path], Engine]  # of the engine and the base model's directory
 
 
 class Backend:
     """Everything behind the routes. Created without work; `start` begins it."""
 
-    def __init__(self, config: ServerConfig, *, openai_port: int) -> None:
+    def __init__(
+        self, config: ServerConfig, *, openai_port: int, wrap_engine: WrapEngine | None = None
+    ) -> None:
         self.config = config
+        self._wrap_engine = wrap_engine
         self.openai_port = openai_port
         self.last_activity = time.monotonic()
         self.tokenizer: Tokenizer | None = None
@@ -54,6 +58,7 @@ class Backend:
         self._gate = Gate()
         self._starting = asyncio.Lock()
         self._trainings: dict[str, Training] = {}
+        self._unloading: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Load the base model, and take up every step that a killed server left half done."""
@@ -88,7 +93,10 @@ class Backend:
             return None
         check_internal_config(wire)
         self._check_base(wire.base_model)
-        return self.models.add(wire, lora_config(wire, self.config.lora))
+        limit = max_seq_length(wire)
+        model = self.models.add(wire, lora_config(wire, self.config.lora))
+        model.max_seq_length = limit
+        return model
 
     async def prepare(self, wire: ModelWire) -> None:
         """Start engine and learner if need be, and serve the model's newest checkpoint."""
@@ -111,6 +119,30 @@ class Backend:
                 await self._start_training(model, request).wait()
         self.models.newest = model
 
+    def training_of(self, model: Model) -> Training | None:
+        """The model's newest step under way or done, since this server started."""
+        return self._trainings.get(model.key)
+
+    async def adopt(self, model: Model) -> None:
+        """Go on from the newest checkpoint on disk, after others have put some there."""
+        await asyncio.to_thread(model.read_steps)
+        if model.prepared and model.steps:
+            await self._load(model, model.step)
+
+    async def forget(self, model: Model, steps: Iterable[int]) -> None:
+        """Serve `steps` no longer. Requests in flight on them finish first, in the background."""
+        for step in steps:
+            model.steps.pop(step, None)
+            task = asyncio.create_task(self._unload(model, step))
+            self._unloading.add(task)
+            task.add_done_callback(self._unloading.discard)
+
+    async def _unload(self, model: Model, step: int) -> None:
+        while model.sampling[step]:
+            await asyncio.sleep(0.1)
+        if self._engine and step not in model.steps:
+            await self._engine.unload(model.lora_name(step))
+
     def _check_base(self, base_model: str | None) -> None:
         loaded = self.models.base_model
         if loaded and base_model and base_model != loaded:
@@ -125,7 +157,9 @@ class Backend:
             if self._engine and self._learner:
                 return
             directory = await asyncio.to_thread(resolve, base_model)
-            engine = EmbeddedEngine(directory, log=self._logs / "engine.log")
+            engine: Engine = EmbeddedEngine(directory, log=self._logs / "engine.log")
+            if self._wrap_engine:
+                engine = self._wrap_engine(engine, directory)
             learner = Learner(base_model, log=self._logs / "learner.log")
             try:
                 await asyncio.gather(engine.start(), learner.start())
@@ -168,15 +202,15 @@ class Backend:
         async with self._gate.sampling():
             self.last_activity = time.monotonic()
             model, step = self.models.find(name)
-            if model is not None:
-                request = dataclasses.replace(request, lora=model.lora_name(step))
+            request = model.fit(request, step) if model else request
             choices: dict[int, Delta] = {}
-            async for delta in self._sample(model, step, request):
-                choice = choices.setdefault(delta.index, Delta(delta.index))
-                choice.extend(delta)
-                if choice.finish_reason:
-                    self._record(model, step, rollout, request, choice)
-                yield step, delta
+            with model.used(step) if model else contextlib.nullcontext():
+                async for delta in self._sample(model, step, request):
+                    choice = choices.setdefault(delta.index, Delta(delta.index))
+                    choice.extend(delta)
+                    if choice.finish_reason:
+                        self._record(model, step, rollout, request, choice)
+                    yield step, delta
             self.last_activity = time.monotonic()
 
     async def _sample(

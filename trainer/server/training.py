@@ -17,6 +17,7 @@ from trainer.errors import WorkerDied
 from trainer.learner.handle import Learner
 from trainer.server.gate import Gate
 from trainer.server.journal import Request
+from trainer.server.ledger import choices_of
 from trainer.server.metrics import Metrics
 from trainer.server.models import Model
 
@@ -48,6 +49,16 @@ class Training:
         self._error: Exception | None = None
         self.done = False
         self._task = asyncio.create_task(self._run())
+
+    @property
+    def told(self) -> list[Json]:
+        """The rows of metrics so far."""
+        return self._rows
+
+    @property
+    def error(self) -> Exception | None:
+        """What ended the step, where it ended badly."""
+        return self._error
 
     async def cancel(self) -> None:
         """Only for a server that stops: the journal keeps the request."""
@@ -152,6 +163,9 @@ class Training:
         ]
         line = {"step": model.step, "recorded_at": time.time(), **means}
         line |= {"time/step_s": seconds, "canary/logprob_difference": canary}
+        line["data/step_num_truncated"] = sum(
+            choice.get("finish_reason") == "length" for choice in choices_of(self.request.groups)
+        )
         if rewards:
             line["train/reward"] = sum(rewards) / len(rewards)
         with (model.directory / "history.jsonl").open("a", encoding="utf-8") as file:
