@@ -87,7 +87,8 @@ class FakeAdapter:
 class FakeScorer:
     async def score(self, runs: list[WorkflowRun]) -> None:
         for run in runs:
-            run.reward = float(run.output)
+            if run.failure is None:
+                run.reward = float(run.output)
 
 
 def rising(epoch: int) -> list[list[float]]:
