@@ -92,6 +92,8 @@ async def _finetune(
                 if hasattr(part, name) and not (name == "cancel" and hasattr(part, "submit")):
                     await getattr(part, name)()
         await llms.close()
+        if hasattr(trainer, "close"):
+            trainer.close()
     for status in statuses:
         if status.status == TrainingStatusEnum.FAILED:
             hint = str((status.metadata or {}).get("hint") or TrainingFailed.hint)

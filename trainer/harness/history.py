@@ -5,11 +5,13 @@ and are dropped. `pending_epoch.json` holds an epoch's trajectories from before 
 until the epoch ends, so that a killed epoch is trained once, on what it had sampled.
 """
 
+import fcntl
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from kit.errors import ConfigError
 from trainer.harness.curriculum import CurriculumState
 from trainer.harness.metrics import read_json, read_jsonl, write_json, write_jsonl
 from trainer.harness.types import TrajectoryCollection
@@ -87,6 +89,21 @@ class History:
         except json.JSONDecodeError:
             return None
         return Pending(**found) if found and found["epoch"] == self.epoch + 1 else None
+
+
+def lock(directory: Path) -> IO[str]:
+    """Hold the directory for as long as the result is open; two runs would mix their files."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file = (directory / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(
+            f"Another run is writing to `{directory}`",
+            hint="Wait for it, or choose another `finetuning.output_dir`",
+        ) from None
+    return file
 
 
 def resume(directory: Path) -> History | None:

@@ -4,16 +4,15 @@ import logging
 import random
 import time
 import uuid
-from datetime import UTC, datetime
-from typing import Any
+from typing import IO, Any
 
 from trainer.errors import TrainerError
 from trainer.harness import curriculum, history, plots
 from trainer.harness.component_config import ArtTrainerConfig
 from trainer.harness.context import Context
 from trainer.harness.curriculum import CurriculumState
+from trainer.harness.decisions import epoch_row, reason_to_stop, reasons_for_nothing, teaching
 from trainer.harness.history import History, Pending
-from trainer.harness.metrics import reward_summary
 from trainer.harness.reporting import Reporter, load_reporters
 from trainer.harness.types import (
     Json,
@@ -47,13 +46,15 @@ class ARTTrainer:
         self._history: History | None = None
         self._reporters: list[Reporter] = []
         self._pending: Pending
-        self._train_started = 0.0
+        self._epoch_started = self._train_started = 0.0
         self._drawn = -DRAW_EVERY
+        self._lock: IO[str] | None = None
 
     async def initialize(self, config: Context) -> None:
         """Set the components up, and find where an earlier run was left when asked to resume."""
         self._context = config
         plots.check_installed()
+        self._lock = history.lock(config.output_dir)
         found = history.resume(config.output_dir) if config.resume else None
         if found is None:
             if config.resume:
@@ -77,32 +78,41 @@ class ARTTrainer:
             logger.info("Resuming run %s after epoch %s", past.run_id, past.epoch)
         if not past.validation:
             await self._validate(0)
-        while past.epoch < num_epochs:
-            started = time.monotonic()
-            ref = await self.run_epoch(past.epoch, past.run_id)
-            status = await self._finish_epoch(ref, num_epochs, started)
-            statuses.append(status)
-            if status.status in (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED):
-                logger.error("Training failed at epoch %s: %s", past.epoch + 1, status.message)
-                break
-            logger.info("Completed epoch %s/%s", past.epoch, num_epochs)
-            if past.idle >= IDLE_EPOCHS and not past.trained:
-                raise NothingToTrainOn(
-                    f"Nothing to train on in {past.idle} epochs: {self._reasons()}"
-                )
-            if reason := self._should_stop():
-                logger.info("Stopping after epoch %s: %s", past.epoch, reason)
-                break
-        await self._last_validation()
-        self._draw()
+        try:
+            while past.epoch < num_epochs:
+                ref = await self.run_epoch(past.epoch, past.run_id)
+                status = await self._finish_epoch(ref, num_epochs)
+                statuses.append(status)
+                if status.status in (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED):
+                    logger.error("Training failed at epoch %s: %s", past.epoch + 1, status.message)
+                    return statuses
+                logger.info("Completed epoch %s/%s", past.epoch, num_epochs)
+                if past.idle >= IDLE_EPOCHS and not past.trained:
+                    why = reasons_for_nothing(past.metrics[-1])
+                    raise NothingToTrainOn(f"Nothing to train on in {past.idle} epochs: {why}")
+                rule = context.config.finetuning.early_stopping
+                if reason := reason_to_stop(rule, past.rewards, past.validation):
+                    logger.info("Stopping after epoch %s: %s", past.epoch, reason)
+                    break
+            await self._last_validation()
+            self._draw()
+            return statuses
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Let go of the output directory and of the services that are reported to."""
         for reporter in self._reporters:
             reporter.close()
-        return statuses
+        self._reporters = []
+        if self._lock:
+            self._lock.close()
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         """Sample and submit epoch `epoch` (from 0); None when there is nothing to train on."""
         context, past = self._ready()
         logger.info("Starting epoch %s for run %s", epoch + 1, run_id)
+        self._epoch_started = time.monotonic()
         left = past.pending()
         self._pending = pending = left or await self._sample(epoch, run_id)
         past.curriculum = CurriculumState.from_json(pending.curriculum)
@@ -128,19 +138,8 @@ class ARTTrainer:
         if not found.trajectories:
             logger.warning("No trajectories collected for epoch %s", epoch + 1)
         chosen = self._choose(found, epoch)
-        flat = [reward for group in found.rewards for reward in group]
-        kept = [reward for group in chosen.rewards for reward in group]
-        row: Json = {
-            "epoch": epoch + 1,
-            "timestamp": datetime.now(UTC).isoformat(),
-            "run_id": run_id,
-            **reward_summary(flat),
-            "num_trajectories": found.count,
-            "num_groups": len(found.trajectories),
-            "filtered_trajectories": chosen.count,
-            "filtered_groups": len(chosen.trajectories),
-            **reward_summary(kept, "filtered_"),
-            "curriculum_percentile": past.curriculum.current_percentile,
+        row = {
+            **epoch_row(epoch + 1, found, chosen, past.curriculum.current_percentile),
             "failures": dict(getattr(builder, "lost", {})),
             "metrics": dict(getattr(builder, "metrics", {})),
             "time/sample_s": time.monotonic() - started,
@@ -161,18 +160,16 @@ class ARTTrainer:
         state = curriculum.expand(config, past.curriculum, epoch)
         places, past.curriculum = curriculum.select(config, state, found.rewards, chance)
         groups = [found.trajectories[place] for place in places]
-        teaching = [g for g in groups if any(t.reward != g[0].reward for t in g)]
-        if found.trajectories and not teaching:
+        kept = teaching(groups)
+        if found.trajectories and not kept:
             logger.warning(
                 "Nothing to train on in epoch %s: every group's rewards are equal, "
                 "or differ by less than the curriculum asks",
                 epoch + 1,
             )
-        return TrajectoryCollection(trajectories=teaching, run_id=found.run_id)
+        return TrajectoryCollection(trajectories=kept, run_id=found.run_id)
 
-    async def _finish_epoch(
-        self, ref: TrainingJobRef | None, num_epochs: int, started: float
-    ) -> TrainingJobStatus:
+    async def _finish_epoch(self, ref: TrainingJobRef | None, num_epochs: int) -> TrainingJobStatus:
         """Wait for the training, validate when it is time, and write the epoch down."""
         context, past = self._ready()
         pending = self._pending
@@ -197,7 +194,7 @@ class ARTTrainer:
             past.epoch % context.validation_interval == 0 or past.epoch == num_epochs
         ):
             validation = await self._validate(past.epoch)
-        row["time/epoch_s"] = time.monotonic() - started
+        row["time/epoch_s"] = time.monotonic() - self._epoch_started
         past.metrics.append(row)
         names = ("epoch", "timestamp", "avg_reward", "min_reward", "max_reward", "reward_std_dev")
         past.rewards.append(
@@ -261,23 +258,6 @@ class ARTTrainer:
         ask = getattr(self._ready()[0].trainer_adapter, "current_step", None)
         return int(await ask()) if ask else None
 
-    def _should_stop(self) -> str | None:
-        context, past = self._ready()
-        rule = context.config.finetuning.early_stopping
-        if rule is None:
-            return None
-        rows = past.validation if rule.metric.startswith("validation/") else past.rewards
-        values = [row["avg_reward"] for row in rows if row.get("avg_reward") is not None]
-        if not values:
-            return None
-        if rule.target is not None and values[-1] >= rule.target:
-            return f"`{rule.metric}` reached {values[-1]:.4f}"
-        since = values[-rule.patience :]
-        before = values[: -rule.patience]
-        if before and max(since) < max(before) + rule.min_delta:
-            return f"`{rule.metric}` did not rise in {rule.patience} measurements"
-        return None
-
     def _draw(self) -> None:
         context, past = self._ready()
         self._drawn = time.monotonic()
@@ -294,17 +274,6 @@ class ARTTrainer:
             numbers["validation/avg_reward"] = validation["avg_reward"]
         for reporter in self._reporters:
             reporter.log(row["epoch"], numbers)
-
-    def _reasons(self) -> str:
-        """Why nothing could be trained on, from the last epoch's counts."""
-        _, past = self._ready()
-        row = past.metrics[-1]
-        told = [f"{count} runs: {reason}" for reason, count in row["failures"].items()]
-        dropped = {k.split("dropped_")[1]: v for k, v in row.items() if "dropped_" in k}
-        told += [f"{count:g} groups or trajectories: {why}" for why, count in dropped.items()]
-        if row["num_groups"] and not row["filtered_groups"]:
-            told.append(f"{row['num_groups']} groups: equal_rewards")
-        return "; ".join(told) or "no example gave a trajectory"
 
     def _ready(self) -> tuple[Context, History]:
         if self._context is None or self._history is None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from kit.errors import ConfigError
 from trainer.errors import TrainerError
 from trainer.harness.config import FinetuneConfig
 from trainer.harness.context import Context
@@ -259,3 +260,11 @@ async def test_runs_are_bounded_timed_out_and_counted() -> None:
     assert [[run.failure for run in group] for group in groups[1:]] == [[None, None]] * 4
     assert {run.failure for run in groups[0]} == {"workflow_timed_out"}
     await llms.close()
+
+
+async def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
+    first = ARTTrainer()
+    await first.initialize(context(tmp_path, FakeBuilder(rising), FakeAdapter()))
+    with pytest.raises(ConfigError, match="Another run is writing to"):
+        await ARTTrainer().initialize(context(tmp_path, FakeBuilder(rising), FakeAdapter()))
+    first.close()
