@@ -17,6 +17,7 @@ from trainer.errors import TrainerError
 from trainer.harness.config import LlmConfig
 from trainer.harness.types import Completion, Example, Json
 
+_NOTHING = "Nothing was sampled in rollout"  # how a gateway that records says so
 FUNCTION_MARK = "~"  # between a rollout's id and the name of the part that calls
 
 
@@ -60,15 +61,20 @@ class Endpoint:
         """Find out whether this is a gateway of ours, which records."""
         try:
             response = await self.http.get(f"{self.root}/rollouts/probe")
-            self.records = response.is_success and "completions" in response.json()
-        except (httpx.HTTPError, ValueError):
+            self.records = _NOTHING in response.text
+        except httpx.HTTPError:
             self.records = False
 
     async def recorded(self, rollout: str, function: str | None) -> list[Completion]:
         """What the gateway recorded under one rollout's URL."""
         if not self.records:
             return []
-        response = await self._send("GET", f"{self.root}/rollouts/{quote(rollout, safe='')}")
+        try:
+            response = await self._send("GET", f"{self.root}/rollouts/{quote(rollout, safe='')}")
+        except LlmRefused as refused:
+            if _NOTHING in refused.message:
+                return []  # the workflow made no call through this handle
+            raise
         return [
             Completion(
                 llm=self.name,

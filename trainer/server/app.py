@@ -57,7 +57,6 @@ def create_app(config: ServerConfig, backend: Backend) -> FastAPI:
     chat = openai_routes.routes(backend)
     app.include_router(chat)
     app.include_router(chat, prefix="/rollouts/{rollout}")
-    app.include_router(openai_routes.rollout_routes(backend))
     return app
 
 

@@ -206,16 +206,6 @@ def routes(backend: Backend) -> APIRouter:
     return router
 
 
-def rollout_routes(backend: Backend) -> APIRouter:
-    router = APIRouter()
-
-    @router.get("/rollouts/{rollout}")
-    async def rollout(rollout: str) -> Json:
-        return {"rollout": rollout, "completions": backend.rollouts.read(rollout)}
-
-    return router
-
-
 def _model(name: str) -> Json:
     return {"id": name, "object": "model", "created": 0, "owned_by": "art-cluster"}
 

@@ -1,10 +1,8 @@
 """A working directory with an agent, a reward and the guide's YAML aimed at the real server."""
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,8 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
+
+from tests.environments import client_environment
 
 AGENT = '''
 import asyncio
@@ -86,6 +86,7 @@ class Project:
 
     directory: Path
     config: dict[str, Any]
+    python: str = sys.executable
 
     @property
     def output(self) -> Path:
@@ -96,13 +97,13 @@ class Project:
 
     def command(self, *arguments: str) -> list[str]:
         self.write()
-        return [sys.executable, "-m", "trainer", "finetune", "--config_file=config.yml", *arguments]
+        return [self.python, "-m", "trainer", "finetune", "--config_file=config.yml", *arguments]
 
     def finetune(self, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
         result = subprocess.run(
             self.command(*arguments),
             cwd=self.directory,
-            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
+            env=client_environment(),
             capture_output=True,
             text=True,
             timeout=300,
@@ -127,6 +128,3 @@ def project(server: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Proj
     (tmp_path / "data/training_data.json").write_text(json.dumps(rows[:4]))
     (tmp_path / "data/val.json").write_text(json.dumps(rows[4:]))
     return Project(tmp_path, guide(server, name))
-
-
-MakeProject = Callable[[], Project]
