@@ -11,6 +11,7 @@ from fastapi import APIRouter
 from trainer.errors import NotFound
 from trainer.server.backend import Backend
 from trainer.server.ledger import Entry
+from trainer.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 
@@ -27,28 +28,28 @@ def routes(backend: Backend) -> APIRouter:
                 hint=f"Point the agent at `/rollouts/{rollout}/v1`",
             )
         assert backend.tokenizer  # there is no entry before there is a model
-        decode = backend.tokenizer.decode
-        return {
-            "rollout": rollout,
-            "choices": [
-                _choice(entry, decode(entry.completion_ids, skip_special_tokens=True))
-                for entry in entries
-            ],
-        }
+        choices = [_choice(entry, backend.tokenizer) for entry in entries]
+        return {"rollout": rollout, "choices": choices}
 
     return router
 
 
-def _choice(entry: Entry, text: str) -> Json:
+def _choice(entry: Entry, tokenizer: Tokenizer) -> Json:
     """An ART choice: its tokens lead back to the ledger, and with them to the exact prompt."""
+    ids = entry.completion_ids
+    # The ledger does not say why a choice ended; one that did not end its turn was cut off.
+    ended = bool(ids) and ids[-1] in tokenizer.eos_ids
     tokens: list[Json] = [
         {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
-        for token, logprob in zip(entry.completion_ids, entry.logprobs, strict=True)
+        for token, logprob in zip(ids, entry.logprobs, strict=True)
     ]
     return {
         "index": 0,
-        "finish_reason": "stop",
-        "message": {"role": "assistant", "content": text},
+        "finish_reason": "stop" if ended else "length",
+        "message": {
+            "role": "assistant",
+            "content": tokenizer.decode(ids, skip_special_tokens=True),
+        },
         "logprobs": {"content": tokens, "refusal": None},
         "policy_step": entry.step,
     }
