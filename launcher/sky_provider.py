@@ -68,8 +68,7 @@ class SkyProvider:
         given = self._launch(name, task, config, arguments)
         if given["dryrun"] or given["async_call"]:
             return None
-        with contextlib.suppress(KitError):  # a cluster whose shell is not bash still works
-            Remote(name).run(_ACTIVATE)
+        Remote(name).run(_ACTIVATE)
         for setup in self.runs(name)[len(before) :]:
             self._wait_for_setup(name, setup)
         server = {
@@ -97,8 +96,12 @@ class SkyProvider:
             own += [part for item in task.envs.items() for part in ("--env", "=".join(item))]
             own += [part for item in task.secrets.items() for part in ("--secret", "=".join(item))]
             context = _parse(launch, [*own, *arguments])
-            with contextlib.suppress(SystemExit), _output_to_stderr():
-                launch.invoke(context)
+            try:
+                with context, _output_to_stderr():
+                    launch.invoke(context)
+            except SystemExit as exc:  # how SkyPilot's command ends, well or not
+                if exc.code:
+                    raise ProviderError(f"`sky launch` of cluster `{name}` failed") from exc
         return dict(context.params)
 
     def _wait_for_setup(self, name: str, setup: Run) -> None:

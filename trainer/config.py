@@ -1,12 +1,12 @@
 """What a user can set where the model is: the server, the LoRA and the GRPO step."""
 
 import ipaddress
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field, SecretStr
 
-from kit.config import Config
+from kit.config import Config, validate
 from kit.settings import Env
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -133,13 +133,60 @@ class GrpoConfig(Config):
         return 1 - low, 1 + high
 
 
+class SftConfig(Config):
+    """One supervised step: cross-entropy over what the assistants of trajectories said."""
+
+    kind: Literal["sft"] = "sft"
+    """Tells the settings of such a step from those of a GRPO step."""
+    learning_rate: float | tuple[float, ...] = 5e-5
+    """AdamW learning rate, of all gradient steps or one for each."""
+    batch_size: int | Literal["auto"] = "auto"
+    """Trajectories in one gradient step; `auto` is ART's 2."""
+    max_seq_length: int | None = Field(None, ge=16)
+    """Longest sequence; a longer trajectory is dropped and counted. None is the model's limit."""
+
+    @pydantic.model_validator(mode="after")
+    def _is_positive(self) -> "SftConfig":
+        rates = (
+            self.learning_rate if isinstance(self.learning_rate, tuple) else [self.learning_rate]
+        )
+        if not rates or min(rates) <= 0:
+            raise ValueError(f"learning_rate is `{self.learning_rate}`, not above zero")
+        if isinstance(self.batch_size, int) and self.batch_size < 1:
+            raise ValueError(f"batch_size is `{self.batch_size}`, not at least 1")
+        return self
+
+    @property
+    def trajectories_a_step(self) -> int:
+        return 2 if self.batch_size == "auto" else self.batch_size
+
+    def rates(self, steps: int) -> list[float]:
+        """The learning rate of each gradient step; a list may be longer than needed."""
+        if isinstance(self.learning_rate, float):
+            return [self.learning_rate] * steps
+        return list(self.learning_rate[:steps])
+
+
+StepConfig = GrpoConfig | SftConfig
+
+
+def read_step_config(values: dict[str, Any]) -> StepConfig:
+    """The settings of a step, of either kind, as they were written down."""
+    kind: type[GrpoConfig | SftConfig] = SftConfig if values.get("kind") == "sft" else GrpoConfig
+    return validate(kind, values, source="config")
+
+
 class ServerConfig(Config):
     """`trainer serve`."""
 
     base_model: Annotated[str | None, Env("BASE_MODEL")] = None
     """Model to load at start: a built-in name, a directory or a hub id."""
-    engine: Literal["auto", "embedded"] = "auto"
-    """What samples tokens."""
+    engine: Literal["auto", "vllm", "embedded"] = "auto"
+    """What samples tokens; `auto` is vLLM where a CUDA card and vLLM are found."""
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """Settings of `vllm serve` by their Python names, such as `gpu_memory_utilization`."""
+    vllm: Annotated[str | None, Env("ART_VLLM")] = None
+    """Python of another environment that has vLLM; None is the one this server runs in."""
     host: str = "127.0.0.1"
     """Address both ports bind."""
     port: int = Field(7999, ge=0, le=65535)

@@ -1,5 +1,6 @@
 """A laptop with a fresh clone and an empty home, here or in front of a real Slurm cluster."""
 
+import fcntl
 import json
 import os
 import secrets
@@ -157,6 +158,8 @@ def local_laptop(tmp_path: Path) -> Iterator[Laptop]:
 def slurm_laptop() -> Iterator[Laptop]:
     """A clone in the home of a user whose only cloud is a Slurm cluster, made for this session."""
     script = str(REPOSITORY / "tests/lab/slurm.sh")
+    lock = LAB.with_suffix(".lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)  # one lab on a machine: a second session waits
     try:
         up = subprocess.run([script, "up"], capture_output=True, text=True)
         assert up.returncode == 0, up.stdout + up.stderr
@@ -165,6 +168,7 @@ def slurm_laptop() -> Iterator[Laptop]:
         yield Laptop(clone, (str(LAB / "as-dev"),), os.environ, "", free_ports())
     finally:
         subprocess.run([script, "down"], check=True)
+        lock.close()
 
 
 def write_env(clone: Path, ports: tuple[int, int]) -> None:

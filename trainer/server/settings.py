@@ -8,7 +8,15 @@ from typing import Any
 
 from kit.config import ConfigT, validate
 from kit.errors import ConfigError
-from trainer.config import GrpoConfig, LoraConfig, ServerConfig, is_loopback
+from trainer.config import (
+    GrpoConfig,
+    LoraConfig,
+    ServerConfig,
+    SftConfig,
+    StepConfig,
+    is_loopback,
+)
+from trainer.engines import vllm_args
 from trainer.errors import BadRequest, Unsupported
 from trainer.server.wire import ModelWire, TrainRequest, without_nulls
 
@@ -46,7 +54,7 @@ _VLLM_ONLY = {"gpu_memory_utilization", "enforce_eager", "enable_prefix_caching"
 _DESCRIBING = {"model", "model_type"}
 
 
-def check_internal_config(model: ModelWire) -> None:
+def check_internal_config(model: ModelWire, engine: str) -> None:
     """Refuse, by name, every setting that would otherwise be ignored."""
     given = without_nulls(model.internal_config)
     unknown = [
@@ -55,10 +63,14 @@ def check_internal_config(model: ModelWire) -> None:
         if name not in _ACTING and value and value not in _NEUTRAL[""].get(name, ())
     ]
     for section in _ACTING:
-        unknown += _refused(section, model.section(section))
+        if section == "engine_args" and engine == "vllm":
+            vllm_args.check(model.section(section))  # the others reach vLLM as its flags
+        else:
+            unknown += _refused(section, model.section(section))
     if unknown:
         names = ", ".join(f"`{name}`" for name in unknown)
         raise Unsupported(f"The model's internal config sets {names}, which this server lacks")
+    max_seq_length(model)
     _settings(GrpoConfig, _grpo(model.section("trainer_args")), "trainer_args")
 
 
@@ -101,6 +113,13 @@ def max_seq_length(model: ModelWire) -> int | None:
                 f"`max_seq_length` is `{limit}`", hint="Give a whole number of tokens, from 16"
             )
     return min(given, default=None)
+
+
+def step_config(request: TrainRequest) -> StepConfig:
+    if request.config.get("kind") != "sft":
+        return grpo_config(request)
+    asked = {"max_seq_length": max_seq_length(request.model), **request.config}
+    return _settings(SftConfig, without_nulls(asked), "the training config")
 
 
 def grpo_config(request: TrainRequest) -> GrpoConfig:

@@ -85,6 +85,21 @@ class TrainRequest(pydantic.BaseModel):
     verbose: bool = False
 
 
+class SftRequest(pydantic.BaseModel):
+    model: ModelWire
+    trajectories: list[Json]
+    config: Json = {}
+    verbose: bool = False
+
+    def as_step(self) -> TrainRequest:
+        """The same as a step of the other kind: what is journaled and trained is of one form."""
+        group = {"trajectories": self.trajectories}
+        config = {**self.config, "kind": "sft"}
+        return TrainRequest(
+            model=self.model, trajectory_groups=[group], config=config, verbose=self.verbose
+        )
+
+
 class LogRequest(pydantic.BaseModel):
     model: ModelWire
     trajectory_groups: Groups
