@@ -18,8 +18,7 @@ GRACE = 8.0  # seconds the program has to clean up
 
 
 def main() -> None:
-    # Raised out of `wait` below: a handler that waits itself would wait for the same lock.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    signal.signal(signal.SIGTERM, _leave)
     die_with_parent(signal.SIGTERM)
     child = subprocess.Popen(sys.argv[1:])
     try:
@@ -32,6 +31,12 @@ def main() -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(GRACE)
         os.killpg(0, signal.SIGKILL)
+
+
+def _leave(*_: object) -> None:
+    """Break out of `wait`. Once: the parent's death may be told more than once."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit()
 
 
 if __name__ == "__main__":
