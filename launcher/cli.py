@@ -1,10 +1,8 @@
 """`launcher`: the program on the laptop. Commands parse, call and print; nothing else."""
 
+import contextlib
 import importlib.metadata
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +10,10 @@ import click
 
 import kit.cli
 from kit.cli import data, note
+from launcher.target import Target, on_cluster
 
 if TYPE_CHECKING:
     from launcher.checkpoints import PulledCheckpoint
-    from launcher.cluster import Cluster
-    from launcher.provider import Provider
 
 HOME = Path("checkpoints")
 """Where `pull` and `down` bring checkpoints when `--to` is not given."""
@@ -36,51 +33,6 @@ def cli() -> None:
     """
 
 
-@dataclass(frozen=True)
-class Target:
-    """The cluster that a command works on, and how the user named it."""
-
-    cluster: "Cluster"
-    local: bool
-    named: bool
-    env_file: Path | None
-
-    @property
-    def options(self) -> str:
-        """What leads another command to the same cluster."""
-        other = self.cluster.name != "art"
-        return " --local" * self.local + f" -c {self.cluster.name}" * other
-
-
-def on_cluster(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command its Target, and the options that every verb has."""
-
-    @click.option("-c", "--cluster", "name", metavar="NAME", help="Cluster.  [art]")
-    @click.option("--local", is_flag=True, help="A cluster of this machine, without SkyPilot.")
-    @click.option("--env-file", type=Path, metavar="FILE", help="Settings from it.  [.env]")
-    @click.pass_obj
-    @wraps(command)
-    def with_target(
-        provider: "Provider | None",
-        /,
-        name: str | None,
-        local: bool,
-        env_file: Path | None,
-        **rest: Any,
-    ) -> None:
-        from launcher.cluster import Cluster
-        from launcher.local_provider import LocalProvider
-        from launcher.settings import read
-
-        settings = read(cluster=name, env_file=env_file)
-        if provider is None and local:
-            provider = LocalProvider()
-        cluster = Cluster(settings.cluster, provider=provider, settings=settings)
-        command(Target(cluster, local, name is not None, env_file), **rest)
-
-    return with_target
-
-
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 save_to = click.option(
     "--to", type=Path, default=HOME, show_default=True, metavar="DIR", help="Where to save."
@@ -91,11 +43,7 @@ save_to = click.option(
 @on_cluster
 @click.option("--env", "envs", multiple=True, metavar="NAME=VALUE", help="An env of the task.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[TASK] [SKY ARGUMENT]...")
-def up(
-    target: Target,
-    envs: tuple[str, ...],
-    arguments: tuple[str, ...],
-) -> None:
+def up(target: Target, envs: tuple[str, ...], arguments: tuple[str, ...]) -> None:
     """Bring a cluster up with TASK and wait until its server is healthy.
 
     TASK is `sky/art.yaml` when not given, with --local `sky/art-cpu.yaml`. Any other argument is
@@ -112,7 +60,7 @@ def up(
     cluster = target.cluster
     path, rest = _split(arguments, target.local)
     task = Task.load(
-        path, cluster.settings, env_file=target.env_file, **dict(map(_assignment, envs))
+        path, cluster.settings, env_file=target.env_file, envs=dict(map(_assignment, envs))
     )
     if not cluster.up(task, rest, progress=note):
         note("Nothing was launched")
@@ -128,11 +76,7 @@ def up(
 @on_cluster
 @click.option("--wait", is_flag=True, help="Show its output and exit with its code.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def run(
-    target: Target,
-    wait: bool,
-    command: tuple[str, ...],
-) -> None:
+def run(target: Target, wait: bool, command: tuple[str, ...]) -> None:
     """Start COMMAND on a cluster beside its server, and print the run's id.
 
     It runs in the synced workdir with its environment active, and finds the server in
@@ -157,12 +101,7 @@ def run(
 @click.option("--follow/--no-follow", default=True, show_default=True, help="Go on as it grows.")
 @click.option("--tail", type=click.IntRange(0), default=0, metavar="N", help="The last N lines.")
 @click.argument("run_id", required=False, metavar="[RUN]")
-def logs(
-    target: Target,
-    follow: bool,
-    tail: int,
-    run_id: str | None,
-) -> None:
+def logs(target: Target, follow: bool, tail: int, run_id: str | None) -> None:
     """Show the output of a run, by default the newest.
 
     \b
@@ -177,11 +116,7 @@ def logs(
 @on_cluster
 @save_to
 @as_json
-def pull(
-    target: Target,
-    to: Path,
-    as_json: bool,
-) -> None:
+def pull(target: Target, to: Path, as_json: bool) -> None:
     """Bring the checkpoints home and check every file against its sha256.
 
     Only what is new is sent, and an interrupted pull goes on where it stopped.
@@ -202,11 +137,7 @@ def pull(
 @on_cluster
 @click.option("--port", type=click.IntRange(1, 65535), help="Local end of the control API.")
 @click.option("--openai-port", type=click.IntRange(1, 65535), help="Local end of the OpenAI API.")
-def tunnel(
-    target: Target,
-    port: int | None,
-    openai_port: int | None,
-) -> None:
+def tunnel(target: Target, port: int | None, openai_port: int | None) -> None:
     """Reach the server's two ports on this machine until you press Ctrl-C.
 
     Prints the variables that lead a client there, once the server answers.
@@ -226,16 +157,14 @@ def tunnel(
             click.echo(f"export {variable}={value}")
         sys.stdout.flush()
         note("The tunnel is open; Ctrl-C closes it")
-        wait_for_ever(endpoints, cluster.name)
+        with contextlib.suppress(KeyboardInterrupt):
+            wait_for_ever(endpoints, cluster.name)
 
 
 @cli.command()
 @on_cluster
 @as_json
-def ls(
-    target: Target,
-    as_json: bool,
-) -> None:
+def ls(target: Target, as_json: bool) -> None:
     """List the clusters, or with -c the runs of one.
 
     \b
@@ -259,12 +188,7 @@ def ls(
 @save_to
 @click.option("--discard", is_flag=True, help="Do not bring the checkpoints home first.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-def down(
-    target: Target,
-    to: Path,
-    discard: bool,
-    yes: bool,
-) -> None:
+def down(target: Target, to: Path, discard: bool, yes: bool) -> None:
     """Bring the checkpoints home, verify them, and tear the cluster down.
 
     Safe to repeat, and on a cluster that is half made.
@@ -279,7 +203,7 @@ def down(
     if not yes:
         click.confirm(f"Tear down cluster `{cluster.name}`{loss}?", abort=True, err=True)
     pulled = cluster.down(None if discard else to)
-    if not discard:
+    if pulled or not discard:
         _summarize(pulled, to)
     note(f"Cluster `{cluster.name}` is gone")
 
@@ -308,7 +232,7 @@ def _assignment(text: str) -> tuple[str, str]:
 
 def _summarize(pulled: "list[PulledCheckpoint]", to: Path) -> None:
     if not pulled:
-        note("There are no checkpoints on the cluster yet")
+        note("There were no checkpoints to bring home")
         return
     new = [checkpoint for checkpoint in pulled if checkpoint.new]
     size = sum(checkpoint.bytes for checkpoint in new) / 1e6

@@ -40,8 +40,7 @@ class Cluster:
         cluster.up(Task.load(Path("sky/art-cpu.yaml"), cluster.settings))
         with cluster.tunnel() as endpoints:
             ...
-        cluster.pull(Path("checkpoints"))
-        cluster.down()
+        cluster.down(Path("checkpoints"))
 
     Without a provider it is SkyPilot's; `LocalProvider()` makes it one of this machine.
     """

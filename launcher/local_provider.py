@@ -136,21 +136,27 @@ class LocalProvider:
         for number, script in enumerate(scripts):
             (directory / f"{number}.sh").write_text(script)
         chain = " && ".join(f'bash "$0/{number}.sh"' for number in range(len(scripts)))
-        wrapper = f'{chain}; echo $? >"$0/exit.new"; mv "$0/exit.new" "$0/exit"'
         # What this machine has cached already need not be fetched again for the sandbox.
         cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
         environment = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PWD")}
-        with (directory / "log").open("wb") as log:
-            process = subprocess.Popen(
-                ["bash", "-c", wrapper, str(directory)],
-                cwd=home / WORKDIR,
-                env=environment | {"HOME": str(home), "XDG_CACHE_HOME": cache, **envs, **secrets},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        (directory / "pid").write_text(f"{process.pid} {_born(process.pid)}")
+        started = subprocess.run(
+            # In the background of a shell that ends: the run is nobody's child and outlives us.
+            [
+                *("bash", "-c"),
+                f'{{ {chain}; echo $? >"$0/exit.new"; mv "$0/exit.new" "$0/exit"; }} '
+                '>"$0/log" 2>&1 & echo $!',
+                str(directory),
+            ],
+            cwd=home / WORKDIR,
+            env=environment | {"HOME": str(home), "XDG_CACHE_HOME": cache, **envs, **secrets},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            check=True,
+        )
+        pid = int(started.stdout)
+        (directory / "pid").write_text(f"{pid} {_born(pid)}")
         return Run(run_id, label, RunStatus.RUNNING)
 
     def _existing(self, name: str) -> Path:
@@ -196,8 +202,6 @@ def _pid(directory: Path) -> int | None:
         pid, _, born = (directory / "pid").read_text().partition(" ")
     except OSError:
         return None
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(int(pid), os.WNOHANG)  # where this process started it, it is ours to reap
     return int(pid) if born and _born(int(pid)) == born else None
 
 
@@ -213,7 +217,7 @@ def _end(directory: Path, patience: float = 15.0) -> None:
     while pid := _pid(directory):
         insist = time.monotonic() > deadline
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL if insist else signal.SIGTERM)
+            os.killpg(os.getpgid(pid), signal.SIGKILL if insist else signal.SIGTERM)
         time.sleep(0.3)
 
 

@@ -5,6 +5,7 @@ here goes through it. Slurm has no SFTP, so no `get` and `put`.
 """
 
 import contextlib
+import logging
 import socket
 import subprocess
 import tempfile
@@ -34,11 +35,15 @@ class Remote:
             raise NotInstalled(
                 "Fabric is not installed", hint="Install with `scripts/install`"
             ) from exc
+        logging.getLogger("paramiko").setLevel(logging.WARNING)  # it tells every connection
         config = SSHConfig.from_path(str(self.ssh_config))
         # Paramiko leaves `SetEnv` out, and on Slurm it is what leads to the cluster's own home.
         name, _, value = config.lookup(self.cluster).get("setenv", "").partition("=")
         try:
-            with Connection(self.cluster, config=Config(ssh_config=config)) as connection:
+            # Sent with the request, not as a prefix of the command: the shell's rc file reads it.
+            with Connection(
+                self.cluster, config=Config(ssh_config=config), inline_ssh_env=False
+            ) as connection:
                 result = connection.run(
                     command, hide=True, in_stream=False, env={name: value} if name else {}
                 )

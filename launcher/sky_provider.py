@@ -16,7 +16,7 @@ import yaml
 
 from kit.errors import KitError, NotInstalled
 from launcher.errors import ClusterNotFound, LauncherError, NoCapacity, ProviderError
-from launcher.provider import ClusterInfo, Run, RunStatus
+from launcher.provider import WORKDIR, ClusterInfo, Run, RunStatus
 from launcher.remote import Remote
 from launcher.task import Task
 
@@ -61,23 +61,68 @@ class SkyProvider:
     """Clusters that SkyPilot rents: on a cloud, on Kubernetes or on Slurm."""
 
     def launch(self, name: str, task: Task, arguments: Sequence[str]) -> Run | None:
+        # Without its `run`: on Slurm a cluster's first job holds every CPU of it for as long as it
+        # lasts, and nothing could run beside a server that is that job.
+        config = {key: value for key, value in task.config.items() if key != "run"}
+        before = self._runs_if_any(name)
+        given = self._launch(name, task, config, arguments)
+        if given["dryrun"] or given["async_call"]:
+            return None
+        Remote(name).run(_ACTIVATE)
+        for setup in self.runs(name)[len(before) :]:
+            self._wait_for_setup(name, setup)
+        server = {
+            "name": given["name"] or task.name,
+            "num_nodes": given["num_nodes"] or task.config.get("num_nodes") or 1,
+            "resources": self._share(name),
+            "run": f"cd ~/{WORKDIR}\n{task.config['run']}",
+        }
+        envs = {**(given["env_file"] or {}), **dict(given["env"])}
+        secrets = {**(given["secret_file"] or {}), **dict(given["secret"])}
+        return self._exec(name, server, envs, secrets)
+
+    def _launch(
+        self, name: str, task: Task, config: Mapping[str, Any], arguments: Sequence[str]
+    ) -> Mapping[str, Any]:
+        """Run SkyPilot's own `sky launch` in this process and return its parsed arguments.
+
+        It knows every argument and writes the ssh alias, and values given so are in no `ps`.
+        """
         launch = _launch_command()
         with tempfile.TemporaryDirectory() as directory, _translated(name):
             path = Path(directory) / f"{task.path.stem}.yaml"
-            path.write_text(yaml.safe_dump(dict(task.config), sort_keys=False))
-            # SkyPilot's own command in this process: it knows every argument and writes the ssh
-            # alias, and values given so are in no `ps`.
+            path.write_text(yaml.safe_dump(dict(config), sort_keys=False))
             own = ["--yes", "--detach-run", "--cluster", name, str(path)]
             own += [part for item in task.envs.items() for part in ("--env", "=".join(item))]
             own += [part for item in task.secrets.items() for part in ("--secret", "=".join(item))]
             context = _parse(launch, [*own, *arguments])
-            with contextlib.suppress(SystemExit), _output_to_stderr():
-                launch.invoke(context)
-        if context.params["dryrun"] or context.params["async_call"]:
-            return None
-        with contextlib.suppress(KitError):  # a cluster whose shell is not bash still works
-            Remote(name).run(_ACTIVATE)
-        return self.runs(name)[-1]
+            try:
+                with context, _output_to_stderr():
+                    launch.invoke(context)
+            except SystemExit as exc:  # how SkyPilot's command ends, well or not
+                if exc.code:
+                    raise ProviderError(f"`sky launch` of cluster `{name}` failed") from exc
+        return dict(context.params)
+
+    def _wait_for_setup(self, name: str, setup: Run) -> None:
+        self.logs(name, setup.id, follow=True, tail=0, out=sys.stderr)
+        if self._find(name, setup.id).status is not RunStatus.SUCCEEDED:
+            raise ProviderError(
+                f"The setup of cluster `{name}` failed",
+                hint=f"Its output is above; mend it and launch again, or `launcher down -c {name}`",
+            )
+
+    def _share(self, name: str) -> dict[str, Any]:
+        """What the server asks of its cluster: the GPUs, and all CPUs but one."""
+        sky = _sky()
+        with _translated(name):
+            launched = sky.get(sky.status([name]))[0]["handle"].launched_resources
+        share: dict[str, Any] = {}
+        if launched.accelerators:
+            share["accelerators"] = dict(launched.accelerators)
+        if str(launched.cloud).lower() == "slurm" and launched.cpus:
+            share["cpus"] = max(1, int(float(str(launched.cpus).rstrip("+"))) - 1)
+        return share
 
     def clusters(self) -> list[ClusterInfo]:
         sky = _sky()
@@ -95,21 +140,30 @@ class SkyProvider:
     def run(
         self, name: str, command: str, envs: Mapping[str, str], secrets: Mapping[str, str]
     ) -> Run:
-        sky = _sky()
-        # SkyPilot tells whether a job failed, not with which code. No resources are asked for: a
-        # job that wants the server's GPU would wait for it for ever.
+        # SkyPilot tells whether a job failed, not with which code. One CPU is asked for: a job that
+        # wants the server's GPU would wait for it for ever.
         script = (
             f"bash -c {shlex.quote(command)}\ncode=$?\nmkdir -p ~/{_EXIT_CODES}\n"
             f"echo $code >~/{_EXIT_CODES}/$SKYPILOT_INTERNAL_JOB_ID\nexit $code\n"
         )
+        return self._exec(
+            name, {"name": "run", "resources": {"cpus": 1}, "run": script}, envs, secrets
+        )
+
+    def _exec(
+        self,
+        name: str,
+        config: dict[str, Any],
+        envs: Mapping[str, str],
+        secrets: Mapping[str, str],
+    ) -> Run:
+        sky, label = _sky(), config["name"]  # SkyPilot empties the mapping it is given
         with _translated(name), _output_to_stderr():
             task = sky.Task.from_yaml_config(
-                {"name": "run", "run": script},
-                env_overrides=list(envs.items()),
-                secrets_overrides=list(secrets.items()),
+                config, env_overrides=list(envs.items()), secrets_overrides=list(secrets.items())
             )
             job_id, _ = sky.get(sky.exec(task, cluster_name=name))
-        return Run(str(job_id), "run", RunStatus.PENDING)
+        return Run(str(job_id), label, RunStatus.PENDING)
 
     def runs(self, name: str) -> list[Run]:
         sky = _sky()
@@ -123,6 +177,14 @@ class SkyProvider:
             )
             for record in sorted(records, key=lambda record: int(record["job_id"]))
         ]
+
+    def _runs_if_any(self, name: str) -> list[Run]:
+        with contextlib.suppress(LauncherError):
+            return self.runs(name)
+        return []
+
+    def _find(self, name: str, run_id: str) -> Run:
+        return next(run for run in self.runs(name) if run.id == run_id)
 
     def exit_code(self, name: str, run_id: str) -> int:
         text = Remote(name).run(f"cat ~/{_EXIT_CODES}/{int(run_id)} 2>/dev/null || echo 1")

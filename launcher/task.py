@@ -39,12 +39,17 @@ class Task:
 
     @classmethod
     def load(
-        cls, path: Path, settings: Settings, *, env_file: Path | None = None, **envs: str
+        cls,
+        path: Path,
+        settings: Settings,
+        *,
+        env_file: Path | None = None,
+        envs: Mapping[str, str] | None = None,
     ) -> "Task":
         """Read `path` and fill in its envs and secrets; `envs` win over the settings."""
         config, lines = read_yaml(path)
         _check(path, config, lines)
-        values = {**(config.get("envs") or {}), **settings.envs(), **envs}
+        values = {**(config.get("envs") or {}), **settings.envs(), **(envs or {})}
         if missing := [name for name, value in values.items() if value is None]:
             raise TaskError(
                 f"`{path}` needs a value for `{missing[0]}`",

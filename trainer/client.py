@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from trainer.errors import BadRequest, TrainerError, Unsupported
+from trainer.errors import BadRequest, Conflict, NotFound, TrainerError, Unsupported
 
 logger = logging.getLogger(__name__)
 Json = dict[str, Any]
@@ -66,7 +66,7 @@ class ArtBackend:
         verbose = bool(settings.pop("verbose", False))
         rows = [row async for row in self._train_model(model, groups, {}, settings, verbose)]
         step = await self._moved(model)
-        return TrainResult(step=step, metrics=_means(rows))
+        return TrainResult(step=step, metrics=means(rows))
 
     def _train_model(
         self,
@@ -175,15 +175,17 @@ def _settings(given: Json) -> Json:
     return asked
 
 
-def _means(rows: list[dict[str, float]]) -> dict[str, float]:
+def means(rows: list[dict[str, float]]) -> dict[str, float]:
     names = sorted({name for row in rows for name in row})
     found = {name: [row[name] for row in rows if name in row] for name in names}
     return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def _error(response: httpx.Response) -> TrainerError:
+    kinds = {404: NotFound, 409: Conflict}
+    other = BadRequest if response.is_client_error else TrainerError
     try:
         error = response.json()["error"]
-        return BadRequest(error["message"], hint=error["hint"])
+        return kinds.get(response.status_code, other)(error["message"], hint=error["hint"])
     except (ValueError, KeyError, TypeError):
         return TrainerError(f"The server answered {response.status_code}: {response.text[:500]}")

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field, SecretStr
 
-from kit.config import Config
+from kit.config import Config, validate
 from kit.settings import Env
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -131,6 +131,49 @@ class GrpoConfig(Config):
         low = self.epsilon if self.epsilon is not None else (0.2 if self.ppo else 1.0)
         high = self.epsilon_high if self.epsilon_high is not None else (low if self.ppo else 4.0)
         return 1 - low, 1 + high
+
+
+class SftConfig(Config):
+    """One supervised step: cross-entropy over what the assistants of trajectories said."""
+
+    kind: Literal["sft"] = "sft"
+    """Tells the settings of such a step from those of a GRPO step."""
+    learning_rate: float | tuple[float, ...] = 5e-5
+    """AdamW learning rate, of all gradient steps or one for each."""
+    batch_size: int | Literal["auto"] = "auto"
+    """Trajectories in one gradient step; `auto` is ART's 2."""
+    max_seq_length: int | None = Field(None, ge=16)
+    """Longest sequence; a longer trajectory is dropped and counted. None is the model's limit."""
+
+    @pydantic.model_validator(mode="after")
+    def _is_positive(self) -> "SftConfig":
+        rates = (
+            self.learning_rate if isinstance(self.learning_rate, tuple) else [self.learning_rate]
+        )
+        if not rates or min(rates) <= 0:
+            raise ValueError(f"learning_rate is `{self.learning_rate}`, not above zero")
+        if isinstance(self.batch_size, int) and self.batch_size < 1:
+            raise ValueError(f"batch_size is `{self.batch_size}`, not at least 1")
+        return self
+
+    @property
+    def trajectories_a_step(self) -> int:
+        return 2 if self.batch_size == "auto" else self.batch_size
+
+    def rates(self, steps: int) -> list[float]:
+        """The learning rate of each gradient step; a list may be longer than needed."""
+        if isinstance(self.learning_rate, float):
+            return [self.learning_rate] * steps
+        return list(self.learning_rate[:steps])
+
+
+StepConfig = GrpoConfig | SftConfig
+
+
+def read_step_config(values: dict[str, Any]) -> StepConfig:
+    """The settings of a step, of either kind, as they were written down."""
+    kind: type[GrpoConfig | SftConfig] = SftConfig if values.get("kind") == "sft" else GrpoConfig
+    return validate(kind, values, source="config")
 
 
 class ServerConfig(Config):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.channel import Worker
-from trainer.config import GrpoConfig, LoraConfig
+from trainer.config import LoraConfig, StepConfig
 
 
 class Learner:
@@ -38,7 +38,7 @@ class Learner:
         self,
         checkpoints: Path,
         groups: list[dict[str, Any]],
-        config: GrpoConfig,
+        config: StepConfig,
         lora: LoraConfig,
     ) -> AsyncIterator[dict[str, Any]]:
         """Train one step: a row of metrics per gradient step, then the row of the checkpoint."""

@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import time
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -19,6 +20,7 @@ from trainer.server import art_routes, guard, openai_routes, preview_routes, rol
 from trainer.server.backend import Backend, WrapEngine
 
 logger = logging.getLogger(__name__)
+Json = dict[str, Any]
 
 
 def create_app(config: ServerConfig, backend: Backend) -> FastAPI:
@@ -39,10 +41,7 @@ def create_app(config: ServerConfig, backend: Backend) -> FastAPI:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        told = [
-            f"`{'.'.join(str(part) for part in fault['loc'][1:]) or 'body'}` {fault['msg']}"
-            for fault in error.errors()
-        ]
+        told = [f"`{_place(fault)}` {fault['msg']}" for fault in error.errors()]
         return guard.error(422, "The request is not valid: " + "; ".join(told), "")
 
     @app.exception_handler(HTTPException)
@@ -59,6 +58,12 @@ def create_app(config: ServerConfig, backend: Backend) -> FastAPI:
     app.include_router(chat)
     app.include_router(chat, prefix="/rollouts/{rollout}")
     return app
+
+
+def _place(fault: Json) -> str:
+    """Where in the body a fault is; one of its JSON is nowhere in particular."""
+    inside = [] if fault["type"] == "json_invalid" else fault["loc"][1:]
+    return ".".join(str(part) for part in inside) or "body"
 
 
 def serve(config: ServerConfig, *, wrap_engine: WrapEngine | None = None) -> None:

@@ -8,7 +8,14 @@ from typing import Any
 
 from kit.config import ConfigT, validate
 from kit.errors import ConfigError
-from trainer.config import GrpoConfig, LoraConfig, ServerConfig, is_loopback
+from trainer.config import (
+    GrpoConfig,
+    LoraConfig,
+    ServerConfig,
+    SftConfig,
+    StepConfig,
+    is_loopback,
+)
 from trainer.engines import vllm_args
 from trainer.errors import BadRequest, Unsupported
 from trainer.server.wire import ModelWire, TrainRequest, without_nulls
@@ -56,16 +63,14 @@ def check_internal_config(model: ModelWire, engine: str) -> None:
         if name not in _ACTING and value and value not in _NEUTRAL[""].get(name, ())
     ]
     for section in _ACTING:
-        part = given.get(section) or {}
-        if not isinstance(part, dict):
-            raise BadRequest(f"The model's `{section}` is no object", hint="Send `{}` or null")
         if section == "engine_args" and engine == "vllm":
-            vllm_args.check(without_nulls(part))  # the others reach vLLM as its flags
+            vllm_args.check(model.section(section))  # the others reach vLLM as its flags
         else:
-            unknown += _refused(section, without_nulls(part))
+            unknown += _refused(section, model.section(section))
     if unknown:
         names = ", ".join(f"`{name}`" for name in unknown)
         raise Unsupported(f"The model's internal config sets {names}, which this server lacks")
+    max_seq_length(model)
     _settings(GrpoConfig, _grpo(model.section("trainer_args")), "trainer_args")
 
 
@@ -108,6 +113,13 @@ def max_seq_length(model: ModelWire) -> int | None:
                 f"`max_seq_length` is `{limit}`", hint="Give a whole number of tokens, from 16"
             )
     return min(given, default=None)
+
+
+def step_config(request: TrainRequest) -> StepConfig:
+    if request.config.get("kind") != "sft":
+        return grpo_config(request)
+    asked = {"max_seq_length": max_seq_length(request.model), **request.config}
+    return _settings(SftConfig, without_nulls(asked), "the training config")
 
 
 def grpo_config(request: TrainRequest) -> GrpoConfig:

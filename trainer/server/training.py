@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from trainer import faults
-from trainer.config import GrpoConfig
+from trainer.config import read_step_config
 from trainer.errors import WorkerDied
 from trainer.learner.handle import Learner
 from trainer.server.gate import Gate
@@ -123,7 +123,7 @@ class Training:
             return self.request.step
         self.model.journal.restart()
         self._rows = []
-        config = GrpoConfig.model_validate(self.request.config)
+        config = read_step_config(self.request.config)
         step = self.request.step
         async for row in self._learner.train(
             self.model.checkpoints, self.request.groups, config, self.model.lora
@@ -160,6 +160,7 @@ class Training:
             trajectory["reward"]
             for group in self.request.groups
             for trajectory in group.get("trajectories") or []
+            if self.request.config.get("kind") != "sft"  # there rewards mean nothing
         ]
         line = {"step": model.step, "recorded_at": time.time(), **means}
         line |= {"time/step_s": seconds, "canary/logprob_difference": canary}

@@ -54,6 +54,14 @@ class ModelWire(pydantic.BaseModel):
     trainable: bool = True
     internal_config: Json | None = pydantic.Field(None, alias="_internal_config")
 
+    @pydantic.field_validator("internal_config")
+    @classmethod
+    def _sections_are_objects(cls, value: Json | None) -> Json | None:
+        for name, part in (value or {}).items():
+            if name.endswith("_args") and not isinstance(part, dict | None):
+                raise ValueError(f"holds `{name}`, which is no object")
+        return value
+
     def section(self, name: str) -> Json:
         """One part of the internal config, without the nulls that stand for absent."""
         return without_nulls((self.internal_config or {}).get(name))
@@ -75,6 +83,21 @@ class TrainRequest(pydantic.BaseModel):
     config: Json = {}
     dev_config: Json = {}
     verbose: bool = False
+
+
+class SftRequest(pydantic.BaseModel):
+    model: ModelWire
+    trajectories: list[Json]
+    config: Json = {}
+    verbose: bool = False
+
+    def as_step(self) -> TrainRequest:
+        """The same as a step of the other kind: what is journaled and trained is of one form."""
+        group = {"trajectories": self.trajectories}
+        config = {**self.config, "kind": "sft"}
+        return TrainRequest(
+            model=self.model, trajectory_groups=[group], config=config, verbose=self.verbose
+        )
 
 
 class LogRequest(pydantic.BaseModel):

@@ -4,6 +4,7 @@ import asyncio
 import sys
 
 import art
+from art.types import TrainSFTConfig
 from common import BASE, QUESTION, first_logprob, reward, tell
 
 from trainer.client import ArtBackend
@@ -44,6 +45,13 @@ async def main(control: str, openai: str) -> None:
         names.append(model.get_inference_name())
         steps.append(result.step)
     logprobs = [first_logprob(openai, name) for name in names]
+    lesson = art.Trajectory(messages_and_choices=[*QUESTION, {"role": "assistant", "content": "a"}])
+    config = TrainSFTConfig(learning_rate=[1e-2, 1e-2, 1e-2], batch_size=1)
+    losses = [
+        row["loss/train"] async for row in backend._train_sft(model, [lesson] * 3, config, {})
+    ]
+    await model.train_sft([lesson], config=TrainSFTConfig(learning_rate=1e-3))
+    names.append(model.get_inference_name())
     await model.delete_checkpoints(best_checkpoint_metric="train/reward")
     refused = {}
     for setting in ({"colour": "blue"}, {"learning_rate": -1.0}, {"loss_fn": "dpo"}):
@@ -51,7 +59,7 @@ async def main(control: str, openai: str) -> None:
             await backend.train(model, [group], **setting)
         except TrainerError as error:
             refused[next(iter(setting))] = error.message
-    tell(steps=steps, names=names, logprobs=logprobs, refused=refused)
+    tell(steps=steps, names=names, losses=losses, logprobs=logprobs, refused=refused)
     await backend.close()
 
 

@@ -1,0 +1,115 @@
+"""Where base models come from, and which are refused by name."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kit.manifest import sha256
+from trainer import base_models
+from trainer.architecture import parse_architecture
+from trainer.base_models import resolve
+from trainer.errors import ModelError
+
+
+def test_tiny_random_is_the_same_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ART_CACHE", str(tmp_path / "cache"))
+    directory = resolve("tiny-random")
+    assert sha256(directory / "model.safetensors") == (
+        "22e1442fc197fdb6b60954d53b17f7a6578e5b4cf1d29009f7149906e5267f42"
+    )
+    assert directory == resolve("tiny-random")
+    assert list(directory.parent.glob(".*")) == []
+
+
+def test_two_processes_may_make_a_model_at_once(tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-c"),
+        "from trainer.base_models import resolve; print(resolve('tiny-random'))",
+    ]
+    environment = {**os.environ, "ART_CACHE": str(tmp_path)}
+    racers = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    found = [racer.communicate(timeout=60)[0].strip() for racer in racers]
+    assert found[0] == found[1]
+    assert [path.name for path in (tmp_path / "models").iterdir()] == [Path(found[0]).name]
+
+
+def test_a_killed_making_leaves_nothing_that_is_taken_for_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ART_CACHE", str(tmp_path))
+
+    def fail(directory: Path) -> None:
+        (directory / "config.json").write_text("{}")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setitem(base_models.BUILT_IN, "tiny-random", fail)
+    with pytest.raises(OSError):
+        resolve("tiny-random")
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+    copy = shutil.copytree(resolve("tiny-random"), tmp_path / "mine")
+    assert resolve(str(copy)) == copy
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere", "a/b/c"])
+def test_a_path_that_is_not_there_is_said_so(name: str) -> None:
+    with pytest.raises(ModelError, match=f"no model directory `{name}`"):
+        resolve(name)
+
+
+def test_without_a_hub_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="`some/model` cannot be fetched") as caught:
+        resolve("some/model")
+    assert "Give a directory" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+def test_a_directory_without_its_parts_is_refused(tmp_path: Path, name: str) -> None:
+    copy = Path(shutil.copytree(resolve("tiny-random"), tmp_path / "mine"))
+    (copy / name).unlink()
+    with pytest.raises(ModelError, match=name.replace("model", r"\*?")):
+        resolve(str(copy))
+
+
+def config(**changes: Any) -> dict[str, Any]:
+    path = resolve("tiny-random") / "config.json"
+    return {**json.loads(path.read_text()), **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "Gemma2ForCausalLM"),
+        ({"model_type": "qwen3_moe", "architectures": None}, "qwen3_moe"),
+        ({"hidden_act": "gelu"}, "hidden_act=gelu"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"use_sliding_window": True}, "use_sliding_window"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ModelError, match=named) as caught:
+        parse_architecture(config(**changes))
+    assert caught.value.hint.startswith("Supported are")
+
+
+def test_a_sliding_window_bounds_the_length() -> None:
+    mistral = config(model_type="mistral", sliding_window=4096, max_position_embeddings=32768)
+    assert parse_architecture(mistral).max_length == 4096

@@ -1,0 +1,110 @@
+"""Checkpoints appear whole or not at all, and a damaged one is never used."""
+
+import errno
+import logging
+from pathlib import Path
+
+import pytest
+
+from kit.manifest import read_manifest
+from trainer import checkpoint
+from trainer.errors import CheckpointError, DiskFull, NotFound
+
+
+def write(directory: Path) -> None:
+    (directory / "adapter_model.safetensors").write_bytes(b"weights" * 100)
+
+
+def save(checkpoints: Path, *steps: int) -> None:
+    for step in steps:
+        checkpoint.save(checkpoints, step, write, {"base_model": "tiny-random"})
+
+
+def damage(checkpoints: Path, step: int) -> None:
+    path = checkpoint.path_of(checkpoints, step) / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"X")
+
+
+def test_a_checkpoint_carries_its_sha256_and_what_it_is(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, 7, write, {"parent": 6})
+    assert path == tmp_path / "0007"
+    manifest = checkpoint.verify(path)
+    assert (manifest["step"], manifest["parent"]) == (7, 6)
+    assert list(manifest["files"]) == ["adapter_model.safetensors"]
+    assert [child.name for child in tmp_path.iterdir()] == ["0007"]
+
+
+def test_steps_are_listed_without_temporaries_and_strangers(tmp_path: Path) -> None:
+    assert checkpoint.list_steps(tmp_path / "none") == []
+    assert checkpoint.latest(tmp_path / "none") is None
+    save(tmp_path, 2, 0, 12345)
+    (tmp_path / ".0003-abc").mkdir()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "0004").write_text("a file")
+    assert checkpoint.list_steps(tmp_path) == [0, 2, 12345]
+    assert checkpoint.latest(tmp_path) == 12345
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 0, 1, 2)
+    damage(tmp_path, 2)
+    with caplog.at_level(logging.WARNING):
+        assert checkpoint.latest(tmp_path) == 1
+    assert "checkpoint 2 is damaged" in caplog.text
+    assert checkpoint.list_steps(tmp_path) == [0, 1]
+    with pytest.raises(CheckpointError, match=r"`.*0002` is damaged: .*does not match its sha256"):
+        checkpoint.verify(checkpoint.path_of(tmp_path, 2))
+    with pytest.raises(NotFound):
+        checkpoint.verify(checkpoint.path_of(tmp_path, 9))
+
+
+def test_a_damaged_checkpoint_is_replaced_and_a_whole_one_never(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="exists already"):
+        save(tmp_path, 1)
+    damage(tmp_path, 1)
+    save(tmp_path, 1)
+    assert checkpoint.latest(tmp_path) == 1
+
+
+def test_a_full_disk_leaves_the_steps_before_it(tmp_path: Path) -> None:
+    save(tmp_path, 0)
+
+    def fill(directory: Path) -> None:
+        write(directory)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(DiskFull, match="No space left on device"):
+        checkpoint.save(tmp_path, 1, fill, {})
+    assert [child.name for child in tmp_path.iterdir()] == ["0000"]
+
+
+def test_what_a_killed_process_left_is_cleaned(tmp_path: Path) -> None:
+    save(tmp_path, 0)
+    (tmp_path / ".0001-k1ll3d").mkdir()
+    checkpoint.clean(tmp_path)
+    assert [child.name for child in tmp_path.iterdir()] == ["0000"]
+
+
+def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
+    save(tmp_path, 0, 1, 2, 3, 4)
+    keep = checkpoint.steps_to_keep(tmp_path, last=2, metrics={0: 0.5, 1: 0.9, 2: 0.1}, best=1)
+    assert keep == {1, 3, 4}
+    assert checkpoint.steps_to_keep(tmp_path, last=0) == {4}
+    assert checkpoint.delete(tmp_path, keep) == [0, 2]
+    assert checkpoint.list_steps(tmp_path) == [1, 3, 4]
+
+
+def test_a_run_can_be_forked_from_any_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path / "old", 3)
+    source = checkpoint.path_of(tmp_path / "old", 3)
+    assert checkpoint.fork(source, tmp_path / "new") == 3
+    manifest = read_manifest(checkpoint.path_of(tmp_path / "new", 3))
+    assert manifest is not None
+    assert manifest["forked_from"] == str(source)
+    assert manifest["base_model"] == "tiny-random"
+    damage(tmp_path / "old", 3)
+    with pytest.raises(CheckpointError):
+        checkpoint.fork(source, tmp_path / "other")

@@ -1,0 +1,189 @@
+"""Trajectories to tokens: what was sampled is what is trained on."""
+
+import math
+from typing import Any
+
+import pytest
+
+from trainer.base_models import resolve
+from trainer.errors import BadRequest, Unsupported
+from trainer.learner.tokenize import Tokenized, tokenize_trajectory
+from trainer.tokenizer import Tokenizer
+
+END = 258  # <|im_end|>
+USER = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    return Tokenizer(resolve("tiny-random"))
+
+
+def choice(content: str | None, ids: list[int] | None = None, **extra: Any) -> dict[str, Any]:
+    """A choice as a client sends it back; with `ids`, as our server's logprobs name them."""
+    logprobs = None
+    if ids is not None:
+        tokens = [{"token": f"token_id:{one}", "logprob": -0.5, "top_logprobs": []} for one in ids]
+        logprobs = {"content": tokens, "refusal": None}
+    message = {"role": "assistant", "content": content, "tool_calls": None}
+    return {
+        "finish_reason": "stop", "index": 0, "logprobs": logprobs, "message": message, **extra,
+    }  # fmt: skip
+
+
+def trajectory(*items: dict[str, Any], **extra: Any) -> dict[str, Any]:
+    return {"messages_and_choices": list(items), "tools": None, "reward": 1.0, **extra}
+
+
+def chosen(tokenizer: Tokenizer, tokenized: Tokenized) -> list[list[str]]:
+    """Runs of chosen tokens of each sequence, as text."""
+    found = []
+    for sequence in tokenized.sequences:
+        runs: list[list[int]] = [[]]
+        for token, mine in zip(sequence.ids, sequence.mask, strict=True):
+            if mine:
+                runs[-1].append(token)
+            elif runs[-1]:
+                runs.append([])
+        found.append([tokenizer.decode(run) for run in runs if run])
+    return found
+
+
+def test_ledger_ids_win_over_everything(tokenizer: Tokenizer) -> None:
+    exact = {"prompt_ids": [1, 2, 3], "completion_ids": [4, 5], "logprobs": [-0.1, -0.2]}
+    tokenized = tokenize_trajectory(
+        tokenizer, trajectory(USER, choice("other", [70, 71, 72], art=exact))
+    )
+    (sequence,) = tokenized.sequences
+    assert sequence.ids == [1, 2, 3, 4, 5]
+    assert sequence.mask == [False, False, False, True, True]
+    assert sequence.logprobs[3:] == [-0.1, -0.2] and math.isnan(sequence.logprobs[0])
+    assert tokenized.retokenized == 0
+
+
+def test_turns_that_extend_each_other_are_one_sequence(tokenizer: Tokenizer) -> None:
+    first = {"prompt_ids": [1, 2], "completion_ids": [3, 4], "logprobs": [-1.0, -1.0]}
+    second = {"prompt_ids": [1, 2, 3, 4, 9], "completion_ids": [5], "logprobs": [-2.0]}
+    (sequence,) = tokenize_trajectory(
+        tokenizer, trajectory(USER, choice("", art=first), USER, choice("", art=second))
+    ).sequences
+    assert sequence.ids == [1, 2, 3, 4, 9, 5]
+    assert sequence.mask == [False, False, True, True, False, True]
+
+
+def test_a_rewritten_history_is_a_sequence_of_its_own(tokenizer: Tokenizer) -> None:
+    first = {"prompt_ids": [1, 2], "completion_ids": [3, 4], "logprobs": [-1.0, -1.0]}
+    second = {"prompt_ids": [1, 2, 4, 9], "completion_ids": [5], "logprobs": [-2.0]}
+    sequences = tokenize_trajectory(
+        tokenizer, trajectory(USER, choice("", art=first), USER, choice("", art=second))
+    ).sequences
+    assert [sequence.ids for sequence in sequences] == [[1, 2, 3, 4], [1, 2, 4, 9, 5]]
+    assert [sum(sequence.mask) for sequence in sequences] == [2, 1]
+
+
+def test_token_ids_in_logprobs_are_taken_as_they_are(tokenizer: Tokenizer) -> None:
+    # Not what `yes` tokenises to: a model may spell a text in several ways.
+    ids = [*b"yes", 300 - 260, END]
+    tokenized = tokenize_trajectory(tokenizer, trajectory(USER, choice("yes", ids)))
+    (sequence,) = tokenized.sequences
+    prompt = tokenizer.apply_chat_template([USER])
+    assert sequence.ids == prompt + ids
+    assert sequence.mask == [False] * len(prompt) + [True] * len(ids)
+    assert tokenized.retokenized == 0
+
+
+def test_a_second_turn_continues_the_exact_tokens_of_the_first(tokenizer: Tokenizer) -> None:
+    spelled = [*b"yes", 40, END]
+    (sequence,) = tokenize_trajectory(
+        tokenizer,
+        trajectory(USER, choice("yes", spelled), USER, choice("no", [*b"no", END])),
+    ).sequences
+    between = tokenizer.encode("\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    prompt = tokenizer.apply_chat_template([USER])
+    assert sequence.ids == prompt + spelled + between + [*b"no", END]
+
+
+def test_a_truncated_turn_gets_the_end_that_the_template_gives_it(tokenizer: Tokenizer) -> None:
+    (sequence,) = tokenize_trajectory(
+        tokenizer, trajectory(USER, choice("ye", [*b"ye"]), USER, choice("no", [*b"no", END]))
+    ).sequences
+    text = tokenizer.decode(sequence.ids)
+    assert text == tokenizer.render([USER, {"role": "assistant", "content": "ye"}, USER]) + (
+        "no<|im_end|>"
+    )
+    assert chosen(tokenizer, Tokenized([sequence])) == [["ye", "no<|im_end|>"]]
+
+
+def test_a_tool_call_that_only_its_tokens_tell(tokenizer: Tokenizer) -> None:
+    """As NeMo Agent Toolkit sends it: empty content, and the tool's result as a plain message."""
+    call = '<tool_call>{"name": "add"}</tool_call>'
+    tokenized = tokenize_trajectory(
+        tokenizer,
+        trajectory(
+            USER,
+            choice("", [*call.encode(), END]),
+            {"role": "assistant", "content": "2"},
+            choice("two", [*b"two", END]),
+        ),
+    )
+    assert chosen(tokenizer, tokenized) == [[call + "<|im_end|>", "two<|im_end|>"]]
+
+
+def test_without_ids_the_template_tokenises_and_it_is_counted(tokenizer: Tokenizer) -> None:
+    given = choice("yes")
+    content = [{"token": letter, "logprob": -0.5} for letter in ("y", "e", "s", "<|im_end|>")]
+    given["logprobs"] = {"content": content}
+    tokenized = tokenize_trajectory(tokenizer, trajectory(USER, given))
+    assert chosen(tokenizer, tokenized) == [["yes<|im_end|>"]]
+    assert tokenized.retokenized == 1
+    assert tokenized.sequences[0].logprobs[-4:] == [-0.5] * 4
+
+
+def test_logprobs_of_other_tokens_are_not_used(tokenizer: Tokenizer) -> None:
+    given = choice("yes")
+    given["logprobs"] = {"content": [{"token": "yes", "logprob": -0.5}]}
+    tokenized = tokenize_trajectory(tokenizer, trajectory(USER, given))
+    assert tokenized.sequences == [] and tokenized.without_logprobs == 1
+    allowed = tokenize_trajectory(tokenizer, trajectory(USER, given), allow_without_logprobs=True)
+    assert chosen(tokenizer, allowed) == [["yes<|im_end|>"]]
+    assert all(math.isnan(logprob) for logprob in allowed.sequences[0].logprobs)
+
+
+def test_a_choice_without_logprobs_is_left_out_unless_allowed(tokenizer: Tokenizer) -> None:
+    given = trajectory(USER, choice("yes"), USER, choice("no", [*b"no", END]))
+    tokenized = tokenize_trajectory(tokenizer, given)
+    assert chosen(tokenizer, tokenized) == [["no<|im_end|>"]]
+    assert tokenized.without_logprobs == 1
+    allowed = tokenize_trajectory(tokenizer, given, allow_without_logprobs=True)
+    assert chosen(tokenizer, allowed) == [["yes<|im_end|>", "no<|im_end|>"]]
+
+
+def test_additional_histories_and_tools_are_tokenised_too(tokenizer: Tokenizer) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
+    other = {"messages_and_choices": [USER, choice("no", [*b"no", END])], "tools": [tool]}
+    tokenized = tokenize_trajectory(
+        tokenizer, trajectory(USER, choice("yes", [*b"yes", END]), additional_histories=[other])
+    )
+    assert chosen(tokenizer, tokenized) == [["yes<|im_end|>"], ["no<|im_end|>"]]
+    assert '"name": "add"' in tokenizer.decode(tokenized.sequences[1].ids)
+    assert '"name": "add"' not in tokenizer.decode(tokenized.sequences[0].ids)
+
+
+@pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf, 0.5])
+def test_a_logprob_that_cannot_be_is_refused(tokenizer: Tokenizer, logprob: float) -> None:
+    given = choice("yes", [*b"yes"])
+    given["logprobs"]["content"][1]["logprob"] = logprob
+    with pytest.raises(BadRequest, match=f"logprob `{logprob}`"):
+        tokenize_trajectory(tokenizer, trajectory(USER, given))
+
+
+def test_logprobs_of_the_wrong_length_are_refused(tokenizer: Tokenizer) -> None:
+    exact = {"prompt_ids": [1], "completion_ids": [4, 5], "logprobs": [-0.1]}
+    with pytest.raises(BadRequest, match="`2` tokens and `1` logprobs"):
+        tokenize_trajectory(tokenizer, trajectory(USER, choice("", art=exact)))
+
+
+def test_a_picture_is_refused_by_its_type(tokenizer: Tokenizer) -> None:
+    picture = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
+    with pytest.raises(Unsupported, match="`image_url`"):
+        tokenize_trajectory(tokenizer, trajectory(picture, choice("", [1])))

@@ -1,0 +1,92 @@
+"""The tokenizer and chat template of a model directory."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from trainer.base_models import resolve
+from trainer.errors import BadRequest, ModelError
+from trainer.tokenizer import Tokenizer
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A copy of tiny-random that a test may change."""
+    return Path(shutil.copytree(resolve("tiny-random"), tmp_path / "model"))
+
+
+def with_template(directory: Path, template: object) -> Tokenizer:
+    path = directory / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({**settings, "chat_template": template}))
+    return Tokenizer(directory)
+
+
+def test_text_survives_the_way_to_ids_and_back(directory: Path) -> None:
+    tokenizer = Tokenizer(directory)
+    text = "Grüße, 世界! 🦆\n<|im_end|>"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.encode("Aé") == [65, 0xC3, 0xA9]
+    assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
+
+
+def test_end_of_turn_is_known(directory: Path) -> None:
+    tokenizer = Tokenizer(directory)
+    assert tokenizer.eos_ids == {256, 258}
+    assert tokenizer.is_special(258) and not tokenizer.is_special(65)
+    assert tokenizer.vocab_size == 260
+
+
+def test_tools_and_tool_calls_are_rendered(directory: Path) -> None:
+    call = {"function": {"name": "add", "arguments": '{"a": 1}'}}
+    text = Tokenizer(directory).render(
+        [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "Add."}]},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "content": "2"},
+        ],
+        tools=[{"type": "function", "function": {"name": "add"}}],
+    )
+    assert text == (
+        "<|im_start|>system\nBe brief.\n\nTools you may call, one JSON schema a line:\n<tools>\n"
+        '{"type": "function", "function": {"name": "add"}}\n</tools>\n'
+        'Call one with <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>\n'
+        "<|im_start|>user\nAdd.<|im_end|>\n"
+        '<|im_start|>assistant\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+        "<|im_end|>\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_a_template_has_the_names_that_templates_rely_on(directory: Path) -> None:
+    template = (
+        "{{ bos_token }}{{ strftime_now('%Y')|length }}{% for m in messages %}"
+        "{% if loop.index > 1 %}{% break %}{% endif %}"
+        "{% generation %}{{ {'a': '<é>'}|tojson }}{% endgeneration %}{% endfor %}"
+    )
+    tokenizer = with_template(directory, template)
+    message = {"role": "user", "content": ""}
+    assert tokenizer.render([message, message]) == '<|endoftext|>4{"a": "<é>"}'
+
+
+def test_a_template_that_refuses_says_why(directory: Path) -> None:
+    tokenizer = with_template(directory, "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(BadRequest, match="roles must alternate"):
+        tokenizer.render([])
+
+
+def test_a_template_cannot_reach_out_of_its_sandbox(directory: Path) -> None:
+    tokenizer = with_template(directory, "{{ messages.__class__.__mro__ }}")
+    with pytest.raises(BadRequest):
+        tokenizer.render([])
+
+
+def test_a_template_file_wins_and_none_is_an_error(directory: Path) -> None:
+    tokenizer = with_template(directory, None)
+    with pytest.raises(ModelError, match="no chat template"):
+        tokenizer.render([])
+    (directory / "chat_template.jinja").write_text("from a file")
+    assert Tokenizer(directory).render([]) == "from a file"
