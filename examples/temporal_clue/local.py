@@ -1,4 +1,4 @@
-"""What `./launch-cluster.sh --local` does: a backend on this machine, and the example trained on it.
+"""What `./launch-cluster.sh --local` does: a backend on this machine, and the example trained.
 
 A second call goes on where the first was stopped.
 """
@@ -22,7 +22,7 @@ def main() -> None:
     provider = LocalProvider()
     cluster = Cluster(settings.cluster, provider=provider, settings=settings)
     # The example is made for this model, whatever `.env` names for a rented GPU.
-    task = Task.load(Path("sky/art-cpu.yaml"), settings, BASE_MODEL=NAME)
+    task = Task.load(Path("sky/art-cpu.yaml"), settings, envs={"BASE_MODEL": NAME})
     cluster.up(task, progress=kit.cli.note)
     kit.cli.note(f"The backend is up; training `{NAME}` on puzzles, some minutes on two cores")
     state = provider.workdir(cluster.name) / ".art"
