@@ -119,18 +119,18 @@ def test_a_random_model_learns_to_write_small_letters(tmp_path: Path) -> None:
     assert end > 0.45
 
 
-def test_a_pretrained_model_learns_to_write_digits(tmp_path: Path) -> None:
+def test_a_pretrained_model_learns_to_say_the(tmp_path: Path) -> None:
     means = learn(
         learner(SMOLLM2),
         tmp_path,
-        ["What is 12 + 30?", "When was Rome founded?"],
-        lambda text: share(text, "0123456789"),
+        ["Tell me about Rome.", "Describe a garden."],
+        lambda text: min(text.lower().split().count("the") / 4, 1.0),
         steps=10,
-        learning_rate=2e-3,
+        learning_rate=1e-3,
     )
     logger.info("SmolLM2: %s", " ".join(f"{mean:.2f}" for mean in means))
     start, end = sum(means[:2]) / 2, sum(means[-2:]) / 2
-    assert start < 0.2
+    assert start < 0.4
     assert end > start + 0.2
 
 

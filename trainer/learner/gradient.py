@@ -158,7 +158,7 @@ def row_logprobs(policy: Policy, row: Row, *, chunk: int = 1024) -> tuple[Tensor
     """Logprobs and entropies [N] of a row's chosen tokens."""
     return policy.logprobs(
         row.tokens[None],
-        mask=row.mask()[None] if row.tokens.is_cuda else row.blocks(),
+        mask=row.attention_mask(),
         positions=row.positions[None],
         predictors=row.predictors,
         targets=row.targets,

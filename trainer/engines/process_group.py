@@ -1,8 +1,8 @@
 """Runs a program of several processes so that none of them outlives the server.
 
-`python -m trainer.engines.guard PROGRAM ARGUMENT...` stands between `trainer serve` and `vllm
-serve`: vLLM's engine processes survive the death of its API process, and would go on holding the
-card's memory. The guard leads their process group and ends all of it when the program ends, when
+`python -m trainer.engines.process_group PROGRAM ARGUMENT...` stands between `trainer serve` and
+`vllm serve`: vLLM's engine processes survive the death of its API process, and would go on holding
+the card's memory. This process leads their group, and ends all of it when the program ends, when
 it is asked to, or when the server is gone.
 """
 
@@ -24,7 +24,7 @@ def main() -> None:
     try:
         code = child.wait()
         # Said here, since the end of the group below ends this process too.
-        sys.stderr.write(f"guard: the program ended with code {code}\n")
+        sys.stderr.write(f"process group: the program ended with code {code}\n")
     finally:
         sys.stderr.flush()
         child.terminate()
