@@ -125,7 +125,7 @@ def test_a_pretrained_model_learns_to_say_the(tmp_path: Path) -> None:
         tmp_path,
         ["Tell me about Rome.", "Describe a garden."],
         lambda text: min(text.lower().split().count("the") / 4, 1.0),
-        steps=10,
+        steps=8,
         learning_rate=1e-3,
     )
     logger.info("SmolLM2: %s", " ".join(f"{mean:.2f}" for mean in means))

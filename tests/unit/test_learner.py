@@ -182,6 +182,15 @@ def test_a_reward_that_is_no_number_is_refused_and_the_next_step_is_trained(
     assert train(one, tmp_path, groups(0))[-1]["step"] == 1
 
 
+@pytest.mark.parametrize("token", [260, -1])
+def test_a_token_of_another_model_is_refused(tmp_path: Path, token: int) -> None:
+    given = groups(0)
+    content = given[0]["trajectories"][0]["messages_and_choices"][1]["logprobs"]["content"]
+    content[2]["token"] = f"token_id:{token}"
+    with pytest.raises(BadRequest, match=f"token id `{token}`, and the model has `260` tokens"):
+        train(learner(), tmp_path, given)
+
+
 def test_a_checkpoint_of_another_model_or_lora_is_refused(tmp_path: Path) -> None:
     learner().prepare(tmp_path, LORA)
     with pytest.raises(CheckpointError, match="of the base model `tiny-random`, not `other`"):

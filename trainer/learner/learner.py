@@ -124,6 +124,7 @@ class Learner:
             groups,
             config,
             limit=self._limit(config.max_seq_length, config.packed_sequence_length),
+            vocabulary=state.policy.architecture.vocab_size,
         )
         batches = self._batches(prepared, config)
         prepared.metrics |= {
