@@ -7,6 +7,7 @@ only names differ. Weights are memory-mapped, and the frozen ones are never copi
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,11 +57,7 @@ __all__ = [
 
 
 class LoraLinear(LoRALinear):  # type: ignore[misc]
-    """A frozen linear layer with a LoRA kept in fp32, whatever the dtype of the rest.
-
-    AdamW's steps are smaller than bf16 can hold, so the trained weights stay in fp32 and are cast
-    where they are used.
-    """
+    """A frozen linear layer with a LoRA in fp32: AdamW's steps are smaller than bf16 can hold."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.disabled:
@@ -79,9 +76,8 @@ class Norm(RMSNorm):  # type: ignore[misc]
 class Mlp(FeedForward):  # type: ignore[misc]
     """TorchTune's gated MLP in fewer passes."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.w2(swiglu(self.w1(x), self.w3(x)))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.w2(swiglu(self.w1(x), self.w3(x)))
 
 
 class Attention(MultiHeadAttention):  # type: ignore[misc]
@@ -127,7 +123,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         self,
         tokens: Tensor,  # [B, T]
         *,
-        mask: Mask | None = None,  # [B, T, T] True where a query may look
+        mask: Mask = None,  # [B, T, T] True where a query may look
         positions: Tensor | None = None,  # [B, T]
         cache: KVCache | None = None,
         rows: Tensor | None = None,  # [B] rows of the cache; the first B when None
@@ -144,7 +140,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         self,
         tokens: Tensor,  # [B, T]
         *,
-        mask: Mask | None,
+        mask: Mask,
         positions: Tensor,
         predictors: Tensor,  # [N] index into the B * T tokens
         targets: Tensor,  # [N]
@@ -172,7 +168,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         self,
         tokens: Tensor,
         *,
-        mask: Mask | None = None,
+        mask: Mask = None,
         positions: Tensor | None = None,
         cache: KVCache | None = None,
         rows: Tensor | None = None,
@@ -197,7 +193,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
     def _view(
         self,
         tokens: Tensor,
-        mask: Mask | None,
+        mask: Mask,
         positions: Tensor | None,
         cache: KVCache | None,
         rows: Tensor | None,
@@ -234,7 +230,7 @@ def load_model(
 ) -> Policy:
     """The policy in `directory`: with `lora` only that is trainable, without it every weight is.
 
-    The LoRA is a fresh one, made from its seed.
+    The LoRA is fresh, made from its seed.
     """
     architecture = read_architecture(directory)
     with torch.device("meta"):

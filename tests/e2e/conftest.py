@@ -127,9 +127,10 @@ def run_beside() -> Callable[[Laptop], None]:
     return run
 
 
-@pytest.fixture
-def local_laptop(tmp_path: Path) -> Iterator[Laptop]:
+@pytest.fixture(scope="module")
+def local_laptop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laptop]:
     """A clone on this machine with an empty home, for `--local`."""
+    tmp_path = tmp_path_factory.mktemp("laptop")
     clone, home = tmp_path / "clone", tmp_path / "home"
     home.mkdir()
     listed = subprocess.run(

@@ -353,3 +353,10 @@ def test_every_weight_can_be_trained(tmp_path: Path) -> None:
     assert sha256(tmp_path / "a" / "0002" / state.FULL) == sha256(
         tmp_path / "b" / "0002" / state.FULL
     )
+
+
+def test_a_picture_of_the_packed_rows_lies_in_the_checkpoint(tmp_path: Path) -> None:
+    train(learner(), tmp_path, groups(0), plot_tensors=True)
+    picture = tmp_path / "0001" / "packed_tensors.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.name in checkpoint.verify(tmp_path / "0001")["files"]

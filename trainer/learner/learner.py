@@ -16,9 +16,12 @@ from trainer.config import GrpoConfig, LoraConfig, SftConfig, StepConfig
 from trainer.errors import OutOfMemory
 from trainer.learner.gradient import GradientSteps
 from trainer.learner.pack import Row, pack
+from trainer.learner.plot import NAME as PICTURE
+from trainer.learner.plot import plot_rows
 from trainer.learner.prepare import Prepared, prepare
 from trainer.learner.sft import SUPERVISED, prepare_sft
 from trainer.learner.state import State, check_belongs, lora_shape
+from trainer.learner.world import World
 from trainer.model import Policy, load_model
 from trainer.tokenizer import Tokenizer
 
@@ -29,8 +32,15 @@ class Learner:
     """Trains LoRAs of one base model. Holds one run at a time; another is read from its disk."""
 
     def __init__(
-        self, base_model: str, directory: Path, *, dtype: torch.dtype, device: torch.device
+        self,
+        base_model: str,
+        directory: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        world: World | None = None,
     ) -> None:
+        self.world = world or World()
         self.base_model = base_model
         self.directory = directory
         self.dtype = dtype
@@ -41,8 +51,7 @@ class Learner:
 
     def prepare(self, checkpoints: Path, lora: LoraConfig | None) -> int:
         """The run's latest good step; a new run gets checkpoint 0 with a fresh LoRA."""
-        checkpoint.clean(checkpoints)
-        step = checkpoint.latest(checkpoints)
+        step = self.world.on_first(lambda: self._latest(checkpoints))
         if step is None:
             step = 0
             state = self._new_state(lora)
@@ -127,11 +136,26 @@ class Learner:
                 "step %s trains on nothing: %s", step + 1, ", ".join(reasons) or "no group"
             )
             yield prepared.metrics
-        steps = GradientSteps(state, config, step, prepared.reward_std_dev, base=self._reference)
+        steps = GradientSteps(
+            state,
+            config,
+            step,
+            prepared.reward_std_dev,
+            base=self._reference,
+            world=self.world,
+        )
         for metrics in steps.run(batches):
             yield {**prepared.metrics, **metrics}
             faults.reached("learner-stepped")
-        path = self._save(state, checkpoints, step + 1, lora, parent=step, config=config)
+        path = self._save(
+            state,
+            checkpoints,
+            step + 1,
+            lora,
+            parent=step,
+            config=config,
+            rows=[row for batch in batches for row in batch] if config.plot_tensors else [],
+        )
         self.loaded = (checkpoints, step + 1)
         yield {"checkpoint": str(path), "step": step + 1, "dropped": prepared.dropped}
 
@@ -151,7 +175,9 @@ class Learner:
         if not batches:
             logger.warning("step %s trains on nothing: no assistant said anything", step + 1)
             yield prepared.metrics
-        steps = GradientSteps(self.state, SUPERVISED, step, 0.0, base=self._reference)
+        steps = GradientSteps(
+            self.state, SUPERVISED, step, 0.0, base=self._reference, world=self.world
+        )
         for samples, rate in zip(batches, config.rates(len(batches)), strict=True):
             steps.learning_rate = rate
             rows = [row.to(self.device) for row in pack(samples, length=None)]
@@ -173,7 +199,7 @@ class Learner:
             "data/step_packed_tokens": float(sum(len(row.tokens) for row in rows)),
             "data/step_unshared_tokens": float(sum(row.unshared for row in rows)),
         }
-        size = config.grad_accumulation_sequences or 1
+        size = config.grad_accumulation_sequences or self.world.size
         return [
             [rows[index].to(self.device) for index in order[at : at + size]]
             for at in range(0, len(order), size)
@@ -184,10 +210,15 @@ class Learner:
         limits: list[int | None] = [self.state.policy.max_seq_len, *given]
         return min(limit for limit in limits if limit is not None)
 
+    def _latest(self, checkpoints: Path) -> int | None:
+        checkpoint.clean(checkpoints)
+        return checkpoint.latest(checkpoints)
+
     def _new_state(self, lora: LoraConfig | None) -> State:
         # Every weight that is trained is kept in fp32: AdamW's steps are lost in bf16.
         dtype = torch.float32 if lora is None else self.dtype
         policy = load_model(self.directory, lora=lora, dtype=dtype, device=self.device)
+        self.world.shard(policy)
         return State(policy, seed=lora.seed if lora else 0)
 
     def _reference(self) -> Policy:
@@ -218,6 +249,7 @@ class Learner:
         *,
         parent: int | None,
         config: StepConfig | None,
+        rows: Sequence[Row] = (),
     ) -> Path:
         about = {
             "base_model": self.base_model,
@@ -225,6 +257,10 @@ class Learner:
             "parent": parent,
             "config": config.model_dump(mode="json") if config else None,
         }
-        return checkpoint.save(
-            checkpoints, step, lambda path: state.write(path, base_model=self.base_model), about
-        )
+
+        def write(directory: Path) -> None:
+            state.write(directory, base_model=self.base_model)
+            if rows:
+                plot_rows(rows, directory / PICTURE)
+
+        return self.world.on_first(lambda: checkpoint.save(checkpoints, step, write, about))
