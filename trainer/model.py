@@ -5,6 +5,7 @@ its weights, and the LoRA that is trained on it, have the same values here, in P
 only names differ. Weights are memory-mapped, and the frozen ones are never copied.
 """
 
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ from trainer.weights import hugging_face_names, place_weights
 with warnings.catch_warnings():
     # TorchTune 0.6.1 is older than torchao and torch here; its imports warn of their futures.
     warnings.simplefilter("ignore")
+    # torchao says at every start that its extensions, which nothing here uses, do not fit torch.
+    logging.getLogger("torchao").setLevel(logging.ERROR)
     from torchtune.modules import (
         FeedForward,
         MultiHeadAttention,
