@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 from trainer.architecture import Architecture, Rope
 
@@ -50,7 +51,7 @@ class View:
 
     cos: Tensor  # [B, T, 1, E]
     sin: Tensor  # [B, T, 1, E]
-    mask: Tensor | None  # [B, T, S] True where a query may look; None: causal
+    mask: Tensor | BlockMask | None  # [B, T, S] True where a query may look; None: causal
     cache: KVCache | None = None
     rows: Tensor | None = None  # [B] rows of the cache; None: the first B
     positions: Tensor | None = None  # [B, T] slots to write, only with a cache

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from trainer.architecture import Architecture, read_architecture
 from trainer.attention import KVCache, View, attend, cached, inverse_frequencies, rotate, rotations
 from trainer.config import LoraConfig
 from trainer.errors import ModelError
+from trainer.fast import FastLayers
 from trainer.logprobs import chosen_logprobs
 from trainer.lora import (
     init_lora,
@@ -93,6 +95,7 @@ class Attention(MultiHeadAttention):  # type: ignore[misc]
             keys, values = cached(view.cache, self.layer, view, k, v)
         else:
             keys, values = k.transpose(1, 2), v.transpose(1, 2)
+        assert not isinstance(view.mask, BlockMask)  # those go through `fast`
         out = attend(q.transpose(1, 2), keys, values, view.mask)  # [B, H, T, E]
         result: Tensor = self.output_proj(out.transpose(1, 2).flatten(2))
         return result
@@ -114,6 +117,8 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
     lora: LoraConfig | None
     frequencies: Tensor
     activation_checkpointing: bool = False
+    fast: FastLayers | None = None
+    """How packed rows run on a GPU."""
 
     def hidden(
         self,
@@ -136,7 +141,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         self,
         tokens: Tensor,  # [B, T]
         *,
-        mask: Tensor | None,
+        mask: Tensor | BlockMask | None,
         positions: Tensor,
         predictors: Tensor,  # [N] index into the B * T tokens
         targets: Tensor,  # [N]
@@ -164,7 +169,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         self,
         tokens: Tensor,
         *,
-        mask: Tensor | None = None,
+        mask: Tensor | BlockMask | None = None,
         positions: Tensor | None = None,
         cache: KVCache | None = None,
         rows: Tensor | None = None,
@@ -172,12 +177,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
     ) -> Tensor | tuple[Tensor, Tensor]:
         """What `hidden` and `logprobs` give. One entry, since FSDP gathers weights at it."""
         view = self._view(tokens, mask, positions, cache, rows)
-        x = self.tok_embeddings(tokens)
-        for layer in self.layers:
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(layer, x, view, use_reentrant=False)
-            else:
-                x = layer(x, view)
+        x = self._through_layers(self.tok_embeddings(tokens), view)
         if chosen is None:
             normed: Tensor = self.norm(x)
             return normed
@@ -186,10 +186,21 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         picked = self.norm(x.flatten(0, 1)[predictors])
         return chosen_logprobs(picked, self.head, targets, chunk=chunk)
 
+    def _through_layers(self, x: Tensor, view: View) -> Tensor:
+        if isinstance(view.mask, BlockMask):
+            assert self.fast
+            return self.fast(x, view, recompute=self.activation_checkpointing)
+        for layer in self.layers:
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(layer, x, view, use_reentrant=False)
+            else:
+                x = layer(x, view)
+        return x
+
     def _view(
         self,
         tokens: Tensor,
-        mask: Tensor | None,
+        mask: Tensor | BlockMask | None,
         positions: Tensor | None,
         cache: KVCache | None,
         rows: Tensor | None,
@@ -230,7 +241,7 @@ def load_model(
     """
     architecture = read_architecture(directory)
     with torch.device("meta"):
-        policy = _assemble(architecture, lora)
+        policy = assemble(architecture, lora)
     policy.architecture = architecture
     policy.lora = lora
     policy.frequencies = inverse_frequencies(architecture.rope, architecture.head_dim, device)
@@ -255,7 +266,8 @@ def load_model(
     return policy
 
 
-def _assemble(architecture: Architecture, lora: LoraConfig | None) -> Policy:
+def assemble(architecture: Architecture, lora: LoraConfig | None) -> Policy:
+    """The policy without values: on the current device, or on `meta`."""
     embeddings = nn.Embedding(architecture.vocab_size, architecture.dim)
     return Policy(
         tok_embeddings=embeddings,

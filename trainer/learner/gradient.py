@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.functional import pad
 
 from trainer.config import GrpoConfig
 from trainer.errors import Diverged, Unsupported
@@ -16,6 +18,7 @@ from trainer.learner.pack import Row
 from trainer.learner.prepare import Metrics
 from trainer.learner.state import ADAPTER, State, read_tensors
 from trainer.model import Policy, load_lora, lora_state
+from trainer.tree_mask import subtree_ends, tree_mask
 
 
 @dataclass(frozen=True)
@@ -144,10 +147,18 @@ class GradientSteps:
 
 def row_logprobs(policy: Policy, row: Row, *, chunk: int = 1024) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [N] of a row's chosen tokens."""
+    tokens, positions = row.tokens, row.positions
+    mask: Tensor | BlockMask
+    if policy.fast is None:
+        mask = row.mask()[None]
+    else:
+        length = policy.fast.lengths.fit(len(tokens))
+        mask = tree_mask(subtree_ends(row.segments, row.ancestors), length)
+        tokens, positions = (pad(part, (0, length - len(part))) for part in (tokens, positions))
     return policy.logprobs(
-        row.tokens[None],
-        mask=row.mask()[None],
-        positions=row.positions[None],
+        tokens[None],
+        mask=mask,
+        positions=positions[None],
         predictors=row.predictors,
         targets=row.targets,
         chunk=chunk,

@@ -14,6 +14,7 @@ import torch
 from trainer import checkpoint
 from trainer.config import GrpoConfig, LoraConfig
 from trainer.errors import OutOfMemory
+from trainer.fast import FastLayers
 from trainer.learner.gradient import GradientSteps
 from trainer.learner.pack import Row, pack
 from trainer.learner.prepare import Prepared, prepare
@@ -132,12 +133,16 @@ class Learner:
         # Every weight that is trained is kept in fp32: AdamW's steps are lost in bf16.
         dtype = torch.float32 if lora is None else self.dtype
         policy = load_model(self.directory, lora=lora, dtype=dtype, device=self.device)
+        if self.device.type == "cuda":
+            policy.fast = FastLayers(policy.layers)
         return State(policy, seed=lora.seed if lora else 0)
 
     def _reference(self) -> Policy:
         """A frozen copy of the base model, for full finetuning under a KL penalty."""
         policy = load_model(self.directory, lora=None, dtype=self.dtype, device=self.device)
         policy.requires_grad_(False)
+        if self.device.type == "cuda":
+            policy.fast = FastLayers(policy.layers)
         return policy
 
     def _load(self, checkpoints: Path, lora: LoraConfig | None) -> int:

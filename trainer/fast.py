@@ -1,0 +1,120 @@
+"""A layer of the policy as the GPU wants it: joined projections, flex attention, one compilation.
+
+It computes what `model.Layer` computes for a packed row. The frozen weights of q, k and v, and of
+gate and up, are stored side by side and multiplied at once; the modules keep views of their own
+part, so every name and every checkpoint stays as it is.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch import config as functorch_config
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import linear, silu
+from torch.utils.checkpoint import checkpoint
+
+from trainer.attention import View, rotate
+from trainer.tree_mask import Lengths
+
+Linear = Any  # nn.Linear or model.LoraLinear
+LayerFunction = Callable[[nn.Module, Tensor, Tensor, Tensor, BlockMask], Tensor]
+
+
+class FastLayers:
+    """Runs the layers of one policy, compiled once for every layer and every row of a length."""
+
+    def __init__(
+        self, layers: Sequence[nn.Module], *, backend: str = "inductor", budget: float = 1.0
+    ) -> None:
+        self._layers = layers
+        self.lengths = Lengths()
+        self.budget = budget
+        self._forward: LayerFunction = torch.compile(
+            layer_forward, backend=backend, dynamic=False, fullgraph=True
+        )
+        for layer in layers:
+            join_frozen(layer)
+
+    def __call__(self, x: Tensor, view: View, *, recompute: bool = False) -> Tensor:
+        """Run x [B, T, D] through the layers; `recompute` keeps only the input of each."""
+        mask: Any = view.mask
+        if torch.is_grad_enabled():
+            x = (
+                x.requires_grad_()
+            )  # as in every later layer, so that the first is not another graph
+        for layer in self._layers:
+            inputs = (layer, x, view.cos, view.sin, mask)
+            if recompute and torch.is_grad_enabled():
+                x = checkpoint(self._forward, *inputs, use_reentrant=False)
+            else:
+                with functorch_config.patch(activation_memory_budget=self.budget):
+                    x = self._forward(*inputs)
+        return x
+
+
+def layer_forward(layer: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask) -> Tensor:
+    """One layer on x [B, T, D]: `model.Layer` with joined projections and flex attention."""
+    attention = layer.attn
+    batch, length, _ = x.shape
+    heads = (batch, length, -1, attention.head_dim)
+    q, k, v = (part.view(heads) for part in project(layer.sa_norm(x), attention_inputs(layer)))
+    if attention.q_norm is not None:
+        q, k = attention.q_norm(q), attention.k_norm(k)
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    attended: Any = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    (out,) = project(attended.transpose(1, 2).flatten(2), [attention.output_proj])
+    x = x + out
+    gate, up = project(layer.mlp_norm(x), mlp_inputs(layer))
+    (out,) = project(silu(gate) * up, [layer.mlp.w2])
+    return x + out
+
+
+def attention_inputs(layer: Any) -> list[Linear]:
+    return [layer.attn.q_proj, layer.attn.k_proj, layer.attn.v_proj]
+
+
+def mlp_inputs(layer: Any) -> list[Linear]:
+    return [layer.mlp.w1, layer.mlp.w3]
+
+
+def project(x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
+    """What each of `linears` makes of x; their frozen parts in one multiplication if joined."""
+    joined = getattr(linears[0], "joined", None)
+    if joined is None:
+        outs = [linear(x, one.weight, one.bias) for one in linears]
+    else:
+        sizes = [one.weight.shape[0] for one in linears]
+        outs = list(torch.split(linear(x, *joined), sizes, dim=-1))
+    trained = [at for at, one in enumerate(linears) if trains_lora(one)]
+    if trained:
+        down = torch.cat([linears[at].lora_a.weight for at in trained]).to(x.dtype)
+        lows = torch.split(linear(x, down), [linears[at].rank for at in trained], dim=-1)
+        for at, low in zip(trained, lows, strict=True):
+            one = linears[at]
+            # A sum, not `addmm`: the compiler joins it with what comes next.
+            outs[at] = outs[at] + linear(
+                low * (one.alpha / one.rank), one.lora_b.weight.to(x.dtype)
+            )
+    return outs
+
+
+def trains_lora(one: Linear) -> bool:
+    return hasattr(one, "lora_a") and not one.disabled
+
+
+def join_frozen(layer: nn.Module) -> None:
+    """Store weights that are multiplied with the same input side by side; a trained one is not."""
+    for linears in (attention_inputs(layer), mlp_inputs(layer)):
+        if any(one.weight.requires_grad for one in linears):
+            continue
+        weight = torch.cat([one.weight.detach() for one in linears])
+        biases = [one.bias for one in linears]
+        bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+        linears[0].joined = (weight, bias)
+        at = 0
+        for one in linears:
+            one.weight = nn.Parameter(weight[at : at + len(one.weight)], requires_grad=False)
+            at += len(one.weight)
