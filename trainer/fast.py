@@ -63,6 +63,7 @@ def layer_forward(layer: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: BlockMa
     if attention.q_norm is not None:
         q, k = attention.q_norm(q), attention.k_norm(k)
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    v = v.contiguous()  # else the whole product is kept for the backward pass, for its sake
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     attended: Any = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
     (out,) = project(attended.transpose(1, 2).flatten(2), [attention.output_proj])
@@ -80,29 +81,30 @@ def mlp_inputs(layer: Any) -> list[Linear]:
     return [layer.mlp.w1, layer.mlp.w3]
 
 
-def project(x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
-    """What each of `linears` makes of x; their frozen parts in one multiplication if joined."""
+def project(x: Tensor, linears: Sequence[Linear]) -> Sequence[Tensor]:
+    """What each of `linears` makes of x; all of them in one multiplication if they are joined."""
     joined = getattr(linears[0], "joined", None)
     if joined is None:
-        outs = [linear(x, one.weight, one.bias) for one in linears]
-    else:
-        sizes = [one.weight.shape[0] for one in linears]
-        outs = list(torch.split(linear(x, *joined), sizes, dim=-1))
-    trained = [at for at, one in enumerate(linears) if trains_lora(one)]
-    if trained:
-        down = torch.cat([linears[at].lora_a.weight for at in trained]).to(x.dtype)
-        lows = torch.split(linear(x, down), [linears[at].rank for at in trained], dim=-1)
-        for at, low in zip(trained, lows, strict=True):
-            one = linears[at]
-            # A sum, not `addmm`: the compiler joins it with what comes next.
-            outs[at] = outs[at] + linear(
-                low * (one.alpha / one.rank), one.lora_b.weight.to(x.dtype)
-            )
-    return outs
+        return [_with_lora(linear(x, one.weight, one.bias), x, [one]) for one in linears]
+    sizes = [one.weight.shape[0] for one in linears]
+    return torch.split(_with_lora(linear(x, *joined), x, linears), sizes, dim=-1)
 
 
-def trains_lora(one: Linear) -> bool:
-    return hasattr(one, "lora_a") and not one.disabled
+def _with_lora(out: Tensor, x: Tensor, linears: Sequence[Linear]) -> Tensor:
+    """Add the LoRAs of `linears`, which lie side by side in `out`."""
+    downs, ups = [], []
+    for one in linears:
+        if hasattr(one, "lora_a") and not one.disabled:
+            downs.append(one.lora_a.weight)
+            ups.append(one.lora_b.weight * (one.alpha / one.rank))
+        else:
+            ups.append(out.new_zeros(one.weight.shape[0], 0))
+    if not downs:
+        return out
+    low = linear(x, torch.cat(downs).to(x.dtype))
+    # One product with the B matrices on the diagonal, so that its gradient stays in one piece;
+    # and a sum, not `addmm`, since the compiler joins that with what comes next.
+    return out + linear(low, torch.block_diag(*ups).to(x.dtype))
 
 
 def join_frozen(layer: nn.Module) -> None:

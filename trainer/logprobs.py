@@ -5,6 +5,8 @@ token's loss is a scalar times its logprob, the gradient direction `W[target] - 
 gathered on the same walk: the backward pass is one multiplication.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,8 +62,10 @@ def _absorb(
     return peak, total, weighted, mean, torch.where(here, chosen, picked)
 
 
-# Compiled, what follows the multiplication is two passes over the logits in place of eight.
-_compiled_absorb = torch.compile(_absorb, dynamic=False)
+@functools.cache
+def _compiled_absorb() -> Callable[..., Any]:
+    """Compiled, what follows the multiplication is two passes over the logits, not eight."""
+    return torch.compile(_absorb, dynamic=False)
 
 
 class _Logprobs(torch.autograd.Function):
@@ -72,7 +76,7 @@ class _Logprobs(torch.autograd.Function):
         total, weighted, picked = (torch.zeros_like(highest) for _ in range(3))
         want_direction = ctx.needs_input_grad[0]
         mean = hidden.new_zeros(hidden.shape, dtype=torch.float32) if want_direction else None
-        absorb = _compiled_absorb if hidden.is_cuda else _absorb
+        absorb = _compiled_absorb() if hidden.is_cuda else _absorb
         for start in range(0, len(head), VOCABULARY_CHUNK):
             weights = head[start : start + VOCABULARY_CHUNK]
             highest, total, weighted, mean, picked = absorb(

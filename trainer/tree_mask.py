@@ -26,8 +26,7 @@ class Lengths:
         while best < length:
             # 2048, 3072, 4096, 6144, 8192, ...: at most a third is padding
             best = best * 3 // 2 if best & (best - 1) == 0 else best * 4 // 3
-        known = [one for one in self._known if best <= one <= 2 * best]
-        chosen = min(known, default=best)
+        chosen = min((one for one in self._known if best <= one <= 2 * best), default=best)
         self._known.add(chosen)
         return chosen
 

@@ -52,6 +52,7 @@ def policy_of(family: str, dtype: torch.dtype, *, fast: bool) -> Policy:
         parameter.data = parameter.data.to(
             device, torch.float32 if name.endswith(".scale") else dtype
         )
+    policy.tok_embeddings.weight.data *= 0.05  # logits of a real model's size, not of N(0, 512)
     policy.requires_grad_(False)
     init_lora(policy, 0, device=device)
     for name, parameter in policy.trainable().items():

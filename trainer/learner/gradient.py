@@ -152,7 +152,7 @@ def row_logprobs(policy: Policy, row: Row, *, chunk: int = 1024) -> tuple[Tensor
     if policy.fast is None:
         mask = row.mask()[None]
     else:
-        length = policy.fast.lengths.fit(len(tokens))
+        length = policy.fast.lengths.fit(row.room)
         mask = tree_mask(subtree_ends(row.segments, row.ancestors), length)
         tokens, positions = (pad(part, (0, length - len(part))) for part in (tokens, positions))
     return policy.logprobs(
