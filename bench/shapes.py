@@ -72,7 +72,7 @@ def random_policy(config: Config, rank: int, device: torch.device, *, fast: bool
             nn.init.normal_(parameter, std=0.01)
     policy.eval()
     if fast:
-        policy.fast = FastLayers(policy.layers)
+        policy.fast = FastLayers(policy.layers, policy.architecture)
     return policy
 
 

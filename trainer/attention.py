@@ -11,6 +11,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from trainer.architecture import Architecture, Rope
+from trainer.block_attention import Block, block_attention
+
+# Who attends to whom: [B, T, S] True where a query may look, or the blocks of one packed row;
+# on a GPU the blocks as flex attention wants them.
+Mask = Tensor | list[Block] | BlockMask
 
 
 class KVCache:
@@ -51,7 +56,7 @@ class View:
 
     cos: Tensor  # [B, T, 1, E]
     sin: Tensor  # [B, T, 1, E]
-    mask: Tensor | BlockMask | None  # [B, T, S] True where a query may look; None: causal
+    mask: Mask | None  # None: causal
     cache: KVCache | None = None
     rows: Tensor | None = None  # [B] rows of the cache; None: the first B
     positions: Tensor | None = None  # [B, T] slots to write, only with a cache
@@ -82,12 +87,6 @@ def rotations(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tup
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE to x [B, T, H, E]: the first half of a head pairs with its second half."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
-
-
 def cached(
     cache: KVCache, layer: int, view: View, keys: Tensor, values: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -105,8 +104,11 @@ def cached(
     return found[0], found[1]
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask | None) -> Tensor:
     """Softmax attention: queries [B, H, T, E], keys and values [B, K, S, E] -> [B, H, T, E]."""
+    if isinstance(mask, list):
+        return block_attention(queries[0], keys[0], values[0], mask)[None]
+    assert not isinstance(mask, BlockMask)  # those go through `fast`
     batch, heads, length, size = queries.shape
     kv_heads, seen = keys.shape[1], keys.shape[2]
     # The H / K queries of a key head are laid side by side, so that keys are never repeated.

@@ -6,9 +6,11 @@ that nothing a library prints can be taken for an answer.
 """
 
 import asyncio
+import ctypes
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -37,6 +39,7 @@ class Worker:
         self._answers: dict[int, asyncio.Queue[Json]] = {}
         self._next_id = 0
         self._tasks: list[asyncio.Task[None]] = []
+        self._reviving = asyncio.Lock()
 
     @property
     def pid(self) -> int | None:
@@ -63,6 +66,15 @@ class Worker:
         self._tasks = [asyncio.create_task(self._read(reader))]
         logger.info("%s started (pid %s)", self.name, self._process.pid)
         await self.call("ready")
+
+    async def revive(self) -> bool:
+        """Start the process again if it has died; tells whether it had."""
+        async with self._reviving:
+            if self.running:
+                return False
+            logger.warning("%s", self._died().message)
+            await self.start()
+            return True
 
     async def call(self, method: str, **params: Any) -> Any:
         """Call `method` and return its result."""
@@ -140,9 +152,12 @@ class Worker:
 
     def _died(self) -> WorkerDied:
         code = self._process.returncode if self._process else None
+        if code is not None and code < 0:
+            how = f"was killed by `{signal.Signals(-code).name}`"
+        else:
+            how = f"ended with exit code `{code}`: {last_line(self.log)}"
         return WorkerDied(
-            f"The {self.name} process ended (exit code `{code}`): {last_line(self.log)}",
-            hint=f"See `{self.log}` for its whole output",
+            f"The {self.name} process {how}", hint=f"See `{self.log}` for its whole output"
         )
 
 
@@ -156,6 +171,7 @@ class Channel:
     """The worker's end. `poll` gives the calls that have come; the answers go out by id."""
 
     def __init__(self) -> None:
+        _die_with_the_server()
         self._socket = socket.socket(fileno=int(os.environ[FD_VARIABLE]))
         self._buffer = b""
         self.open = True
@@ -198,6 +214,13 @@ class Channel:
     def _write(self, message: Json) -> None:
         self._socket.setblocking(True)
         self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _die_with_the_server() -> None:
+    """A worker that outlives a killed server could write a checkpoint its successor writes too."""
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def serve(handlers: dict[str, Callable[..., Any]]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.manifest import damage, read_manifest, write_manifest
+from trainer import faults
 from trainer.errors import CheckpointError, DiskFull, NotFound
 
 logger = logging.getLogger(__name__)
@@ -82,7 +83,9 @@ def save(
             _sync(path)
         if target.is_dir():
             shutil.rmtree(target)
+        faults.reached("checkpoint-written")
         temporary.rename(target)
+        faults.reached("checkpoint-renamed")
         _sync(checkpoints)
     except OSError as exc:
         raise DiskFull(

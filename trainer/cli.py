@@ -19,6 +19,8 @@ def cli() -> None:
     \b
     Example:
       trainer serve --base-model tiny-random
+      trainer models
+      trainer doctor
     """
 
 
@@ -31,6 +33,7 @@ def cli() -> None:
 @click.option("--state-dir", help="Where checkpoints and logs live.  [.art]")
 @click.option("--exit-when-idle", type=float, metavar="MINUTES", help="Exit when idle so long.")
 @click.option("--max-hours", type=float, metavar="HOURS", help="Exit after so long.")
+@click.option("--require-key", is_flag=True, default=None, help="Ask for the key on loopback too.")
 @click.option("--config", "config_file", type=Path, metavar="YAML", help="Settings from a file.")
 @click.option("--env-file", type=Path, metavar="FILE", help="Variables from a file.  [.env]")
 def serve(config_file: Path | None, env_file: Path | None, **flags: Any) -> None:
@@ -55,6 +58,80 @@ def serve(config_file: Path | None, env_file: Path | None, **flags: Any) -> None
     from trainer.server.app import serve
 
     serve(config)
+
+
+state_dir = click.option(
+    "--state-dir",
+    type=Path,
+    default=Path(".art"),
+    show_default=True,
+    help="The server's state directory.",
+)
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
+
+
+@cli.command()
+@state_dir
+@as_json
+def models(state_dir: Path, as_json: bool) -> None:
+    """List the models that were trained here, with their steps and rewards.
+
+    \b
+    Example:
+      trainer models
+      trainer models --state-dir ~/sky_workdir/.art --json
+    """
+    from trainer.runs import runs
+
+    rows = []
+    for run in runs(state_dir):
+        steps, history = run.steps(), run.history()
+        rewards = [row["train/reward"] for row in history if "train/reward" in row]
+        rows.append(
+            {
+                "project": run.project,
+                "name": run.name,
+                "base_model": run.base_model(),
+                "step": steps[-1] if steps else 0,
+                "checkpoints": len(steps),
+                "reward": rewards[-1] if rewards else None,
+            }
+        )
+    if as_json:
+        kit.cli.data(rows)
+        return
+    for row in rows:
+        reward = "-" if row["reward"] is None else f"{row['reward']:.3f}"
+        name = f"{row['project']}/{row['name']}"
+        click.echo(f"{name}\tstep {row['step']}\treward {reward}\t{row['base_model']}")
+    if not rows:
+        kit.cli.note(f"There is no model in `{state_dir}` yet")
+
+
+@cli.command()
+@click.argument("run", required=False)
+@state_dir
+@as_json
+def doctor(run: str | None, state_dir: Path, as_json: bool) -> None:
+    """Say why a RUN does not learn, the likeliest cause first; exits 1 if there is one.
+
+    \b
+    Example:
+      trainer doctor
+      trainer doctor my_project/my_run --json
+    """
+    from trainer.doctor import examine
+    from trainer.runs import find_run
+
+    examined = find_run(state_dir, run)
+    findings = examine(examined)
+    if as_json:
+        kit.cli.data([vars(finding) for finding in findings])
+    for finding in [] if as_json else findings:
+        click.echo(f"{finding.problem}\n  hint: {finding.hint}")
+    if findings:
+        raise SystemExit(1)
+    kit.cli.note(f"Nothing keeps `{examined.project}/{examined.name}` from learning")
 
 
 def _require(*packages: str) -> None:

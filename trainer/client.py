@@ -8,6 +8,7 @@ That release has no client for the control API any more; this is it:
 """
 
 import json
+import logging
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
@@ -15,11 +16,11 @@ import httpx
 
 from trainer.errors import BadRequest, TrainerError, Unsupported
 
+logger = logging.getLogger(__name__)
+Json = dict[str, Any]
+
 # Training and loading take as long as they take; only a server that is not there is an error.
 _TIMEOUT = httpx.Timeout(None, connect=10.0)
-
-# Settings of a step that ART puts into its `config`; the other ones go into `dev_config`.
-_TRAIN_CONFIG = {"learning_rate", "kl_penalty_coef", "grad_accumulation_sequences"}
 
 
 class ArtBackend:
@@ -49,66 +50,135 @@ class ArtBackend:
         self._steps[model.project, model.name] = step
         return step
 
+    def supports_automatic_train_step_metrics(self) -> bool:
+        """ART then adds `time/step_wall_s` to the metrics of each step that is logged."""
+        return True
+
     async def train(self, model: Any, trajectory_groups: Iterable[Any], **settings: Any) -> Any:
-        """Train one step and return an `art.types.TrainResult`: the new step and mean metrics."""
+        """Train one step and return an `art.types.TrainResult`: the new step and mean metrics.
+
+        `settings` are those of ART's `LocalBackend.train`, and every field of `GrpoConfig`. One
+        that the server lacks is refused by its name.
+        """
         from art.types import TrainResult
 
-        rows = [row async for row in self._train_rows(model, trajectory_groups, settings)]
-        step = await self._get_step(model)
-        # Without this the next rollouts would go on sampling the weights of the first step.
-        model.inference_model_name = self._model_inference_name(model, step)
-        names = {name for row in rows for name in row}
-        means = {
-            name: sum(values) / len(values)
-            for name in sorted(names)
-            if (values := [row[name] for row in rows if name in row])
-        }
-        return TrainResult(step=step, metrics=means)
+        groups = list(trajectory_groups)
+        verbose = bool(settings.pop("verbose", False))
+        rows = [row async for row in self._train_model(model, groups, {}, settings, verbose)]
+        step = await self._moved(model)
+        return TrainResult(step=step, metrics=_means(rows))
 
-    async def _train_rows(
-        self, model: Any, trajectory_groups: Iterable[Any], settings: dict[str, Any]
+    def _train_model(
+        self,
+        model: Any,
+        trajectory_groups: Iterable[Any],
+        config: Any,
+        dev_config: Any,
+        verbose: bool = False,
     ) -> AsyncIterator[dict[str, float]]:
-        given = {name: value for name, value in settings.items() if value is not None}
-        verbose = bool(given.pop("verbose", False))
+        """The rows of one step: what `model.train` of openpipe-art up to 0.5.17 calls."""
         body = {
             "model": _wire(model),
             "trajectory_groups": [group.model_dump(mode="json") for group in trajectory_groups],
-            "config": {name: given.pop(name) for name in _TRAIN_CONFIG & given.keys()},
-            "dev_config": given,
+            "config": _plain(config),
+            "dev_config": _settings(_plain(dev_config)),
             "verbose": verbose,
         }
-        async with self._http.stream("POST", "/_train_model", json=body) as response:
-            if response.is_error:
-                await response.aread()
-                raise _error(response)
-            async for line in response.aiter_lines():
-                if line:
-                    yield json.loads(line)
+        return self._rows("/_train_model", body)
+
+    async def _train_sft(
+        self,
+        model: Any,
+        trajectories: Iterable[Any],
+        config: Any,
+        dev_config: Any,
+        verbose: bool = False,
+    ) -> AsyncIterator[dict[str, float]]:
+        """Train on the assistants' turns of `trajectories`, one step in all; a row per batch."""
+        body = {
+            "model": _wire(model),
+            "trajectories": [trajectory.model_dump(mode="json") for trajectory in trajectories],
+            "config": {**_plain(config), **_plain(dev_config)},
+            "verbose": verbose,
+        }
+        async for row in self._rows("/_train_sft", body):
+            yield row
+        await self._moved(model)
 
     async def _delete_checkpoint_files(self, model: Any, steps_to_keep: list[int]) -> None:
-        raise Unsupported("Deleting checkpoints is not supported by this server")
-
-    def _train_sft(self, *arguments: Any, **settings: Any) -> AsyncIterator[dict[str, float]]:
-        raise Unsupported("Supervised training is not supported by this server")
+        body = {"model": _wire(model), "steps_to_keep": list(steps_to_keep)}
+        await self._post("/_delete_checkpoint_files", body)
 
     async def close(self) -> None:
         await self._http.aclose()
+
+    async def _moved(self, model: Any) -> int:
+        """Have the model sample its new weights, not those it was registered with."""
+        step = await self._get_step(model)
+        model.inference_model_name = self._model_inference_name(model, step)
+        return step
+
+    async def _rows(self, path: str, body: Json) -> AsyncIterator[dict[str, float]]:
+        try:
+            async with self._http.stream("POST", path, json=body) as response:
+                if response.is_error:
+                    await response.aread()
+                    raise _error(response)
+                async for line in response.aiter_lines():
+                    if line:
+                        yield json.loads(line)
+        except httpx.ConnectError as exc:
+            raise self._unreachable(exc) from exc
+        except httpx.TransportError as exc:
+            raise TrainerError(
+                f"The step was broken off: {exc}", hint="See the server's log, and train again"
+            ) from exc
 
     async def _post(self, path: str, body: Any) -> Any:
         try:
             response = await self._http.post(path, json=body)
         except httpx.TransportError as exc:
-            raise TrainerError(
-                f"Failed to connect to ART backend at `{self._http.base_url}`: {exc}",
-                hint="Start it with `trainer serve`, or open `launcher tunnel`",
-            ) from exc
+            raise self._unreachable(exc) from exc
         if response.is_error:
             raise _error(response)
         return response.json()
 
+    def _unreachable(self, error: Exception) -> TrainerError:
+        return TrainerError(
+            f"Failed to connect to ART backend at `{self._http.base_url}`: {error}",
+            hint="Start it with `trainer serve`, or open `launcher tunnel`",
+        )
 
-def _wire(model: Any) -> dict[str, Any]:
+
+def _wire(model: Any) -> Json:
     return dict(model.safe_model_dump(mode="json"))
+
+
+def _plain(config: Any) -> Json:
+    """A config of ART's, which may be a model, a dict or None, without the nulls."""
+    values = config.model_dump(mode="json") if hasattr(config, "model_dump") else config or {}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _settings(given: Json) -> Json:
+    """Arguments of ART's `train` as the settings of a step; all others pass as they are."""
+    asked = dict(given)
+    if "loss_fn" in asked:
+        loss = asked.pop("loss_fn")
+        if loss not in ("cispo", "ppo"):
+            raise Unsupported(f"`loss_fn` is `{loss}`", hint="Use `cispo` or `ppo`")
+        asked["ppo"] = loss == "ppo"
+    if asked.pop("normalize_advantages", True) is False:
+        asked["scale_rewards"] = False
+    if not asked.pop("save_checkpoint", True):
+        logger.warning("`save_checkpoint=False`: the server makes a checkpoint of every step")
+    return asked
+
+
+def _means(rows: list[dict[str, float]]) -> dict[str, float]:
+    names = sorted({name for row in rows for name in row})
+    found = {name: [row[name] for row in rows if name in row] for name in names}
+    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def _error(response: httpx.Response) -> TrainerError:

@@ -1,11 +1,12 @@
 """What a user can set where the model is: the server, the LoRA and the GRPO step."""
 
-from typing import Annotated, Literal
+import ipaddress
+from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import Field, SecretStr
 
-from kit.config import Config
+from kit.config import Config, validate
 from kit.settings import Env
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -109,8 +110,9 @@ class GrpoConfig(Config):
     """Longest sequence; a longer trajectory is dropped and counted. None is the model's limit."""
     logprob_calculation_chunk_size: int = Field(1024, ge=1)
     """Tokens whose logits are in memory at once."""
-    activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass: slower, with far less memory."""
+    activation_checkpointing: bool | None = None
+    """Recompute each layer in the backward pass: slower, with far less memory. None does so on a
+    GPU for as many layers as its free memory asks for."""
     plot_tensors: bool = False
     """Write a picture of the packed rows beside the checkpoint."""
 
@@ -132,6 +134,49 @@ class GrpoConfig(Config):
         return 1 - low, 1 + high
 
 
+class SftConfig(Config):
+    """One supervised step: cross-entropy over what the assistants of trajectories said."""
+
+    kind: Literal["sft"] = "sft"
+    """Tells the settings of such a step from those of a GRPO step."""
+    learning_rate: float | tuple[float, ...] = 5e-5
+    """AdamW learning rate, of all gradient steps or one for each."""
+    batch_size: int | Literal["auto"] = "auto"
+    """Trajectories in one gradient step; `auto` is ART's 2."""
+    max_seq_length: int | None = Field(None, ge=16)
+    """Longest sequence; a longer trajectory is dropped and counted. None is the model's limit."""
+
+    @pydantic.model_validator(mode="after")
+    def _is_positive(self) -> "SftConfig":
+        rates = (
+            self.learning_rate if isinstance(self.learning_rate, tuple) else [self.learning_rate]
+        )
+        if not rates or min(rates) <= 0:
+            raise ValueError(f"learning_rate is `{self.learning_rate}`, not above zero")
+        if isinstance(self.batch_size, int) and self.batch_size < 1:
+            raise ValueError(f"batch_size is `{self.batch_size}`, not at least 1")
+        return self
+
+    @property
+    def trajectories_a_step(self) -> int:
+        return 2 if self.batch_size == "auto" else self.batch_size
+
+    def rates(self, steps: int) -> list[float]:
+        """The learning rate of each gradient step; a list may be longer than needed."""
+        if isinstance(self.learning_rate, float):
+            return [self.learning_rate] * steps
+        return list(self.learning_rate[:steps])
+
+
+StepConfig = GrpoConfig | SftConfig
+
+
+def read_step_config(values: dict[str, Any]) -> StepConfig:
+    """The settings of a step, of either kind, as they were written down."""
+    kind: type[GrpoConfig | SftConfig] = SftConfig if values.get("kind") == "sft" else GrpoConfig
+    return validate(kind, values, source="config")
+
+
 class ServerConfig(Config):
     """`trainer serve`."""
 
@@ -149,9 +194,23 @@ class ServerConfig(Config):
     """Where models, checkpoints and logs live."""
     api_key: Annotated[SecretStr | None, Env("ART_API_KEY")] = None
     """Bearer token asked of every client when `host` is not loopback."""
+    require_key: bool = False
+    """Ask for the key on loopback too."""
     exit_when_idle: Annotated[float, Env("ART_IDLE_MINUTES")] = Field(0, ge=0)
     """Exit after this many minutes without sampling or training; 0 stays."""
     max_hours: Annotated[float, Env("ART_MAX_HOURS")] = Field(0, ge=0)
     """Exit after this many hours whatever happens; 0 stays."""
     lora: LoraConfig = LoraConfig()
     """Shape of the LoRA of a new model."""
+
+    @property
+    def asks_for_key(self) -> bool:
+        """On loopback only where asked for: the control clients of ART and NAT send no key."""
+        return self.require_key or not is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

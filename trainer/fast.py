@@ -5,6 +5,8 @@ gate and up, are stored side by side and multiplied at once; the modules keep vi
 part, so every name and every checkpoint stays as it is.
 """
 
+import logging
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,12 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear, rms_norm, silu
 from torch.utils.checkpoint import checkpoint
 
-from trainer.attention import View, rotate
+from trainer.activations import FASTEST, Plan, plan
+from trainer.architecture import Architecture
+from trainer.attention import View
 from trainer.tree_mask import Lengths
 
+logger = logging.getLogger(__name__)
 Linear = Any  # nn.Linear or model.LoraLinear
 LayerFunction = Callable[[nn.Module, Tensor, Tensor, Tensor, BlockMask], Tensor]
 
@@ -26,32 +31,67 @@ class FastLayers:
     """Runs the layers of one policy, compiled once for every layer and every row of a length."""
 
     def __init__(
-        self, layers: Sequence[nn.Module], *, backend: str = "inductor", budget: float = 1.0
+        self,
+        layers: Sequence[nn.Module],
+        architecture: Architecture,
+        *,
+        backend: str = "inductor",
     ) -> None:
-        self._layers = layers
         self.lengths = Lengths()
-        self.budget = budget
+        self._layers = layers
+        self._architecture = architecture
         self._forward: LayerFunction = torch.compile(
             layer_forward, backend=backend, dynamic=False, fullgraph=True
         )
+        self._budget = FASTEST.budget
+        self._plans: dict[int, Plan] = {}
         for layer in layers:
             join_frozen(layer)
 
-    def __call__(self, x: Tensor, view: View, *, recompute: bool = False) -> Tensor:
-        """Run x [B, T, D] through the layers; `recompute` keeps only the input of each."""
+    def __call__(self, x: Tensor, view: View, *, recompute: bool | None = None) -> Tensor:
+        """Run x [B, T, D] through the layers.
+
+        `recompute` keeps only the input of each for the backward pass; None does so for as many
+        as the free memory asks for.
+        """
         mask: Any = view.mask
+        recomputed = 0
         if torch.is_grad_enabled():
-            x = (
-                x.requires_grad_()
-            )  # as in every later layer, so that the first is not another graph
-        for layer in self._layers:
-            inputs = (layer, x, view.cos, view.sin, mask)
-            if recompute and torch.is_grad_enabled():
-                x = checkpoint(self._forward, *inputs, use_reentrant=False)
-            else:
-                with functorch_config.patch(activation_memory_budget=self.budget):
+            x = x.requires_grad_()  # as in every later layer: the first is no other graph
+            recomputed = self._recomputed(x, recompute)
+        with functorch_config.patch(activation_memory_budget=self._budget):
+            for number, layer in enumerate(self._layers):
+                inputs = (layer, x, view.cos, view.sin, mask)
+                if number < recomputed:
+                    x = checkpoint(self._forward, *inputs, use_reentrant=False)
+                else:
                     x = self._forward(*inputs)
         return x
+
+    def _recomputed(self, x: Tensor, recompute: bool | None) -> int:
+        if recompute is not None:
+            return len(self._layers) if recompute else 0
+        tokens = x.shape[0] * x.shape[1]
+        if tokens not in self._plans:
+            chosen = plan(
+                self._architecture, tokens, free_memory(x.device), bytes_each=x.element_size()
+            )
+            logger.info("rows of %s tokens: %s", tokens, chosen)
+            self._plans[tokens] = chosen
+            if chosen.budget < self._budget:
+                # The compiler reads the budget once: what it made under another one is dropped.
+                self._budget = chosen.budget
+                torch._dynamo.reset()
+        return self._plans[tokens].recomputed
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes we can still allocate, those that torch holds without using them included."""
+    if device.type != "cuda":
+        return sys.maxsize
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free + unused)
 
 
 def layer_forward(layer: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: BlockMask) -> Tensor:
@@ -59,18 +99,31 @@ def layer_forward(layer: Any, x: Tensor, cos: Tensor, sin: Tensor, mask: BlockMa
     attention = layer.attn
     batch, length, _ = x.shape
     heads = (batch, length, -1, attention.head_dim)
-    q, k, v = (part.view(heads) for part in project(layer.sa_norm(x), attention_inputs(layer)))
+    q, k, v = (
+        part.view(heads) for part in project(normed(x, layer.sa_norm), attention_inputs(layer))
+    )
     if attention.q_norm is not None:
-        q, k = attention.q_norm(q), attention.k_norm(k)
+        q, k = normed(q, attention.q_norm), normed(k, attention.k_norm)
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     v = v.contiguous()  # else the whole product is kept for the backward pass, for its sake
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
     attended: Any = flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
     (out,) = project(attended.transpose(1, 2).flatten(2), [attention.output_proj])
     x = x + out
-    gate, up = project(layer.mlp_norm(x), mlp_inputs(layer))
+    gate, up = project(normed(x, layer.mlp_norm), mlp_inputs(layer))
     (out,) = project(silu(gate) * up, [layer.mlp.w2])
     return x + out
+
+
+def normed(x: Tensor, norm: Any) -> Tensor:
+    """The plain formula, in fp32: the compiler makes the passes over it few."""
+    return rms_norm(x.float(), norm.normalized_shape, norm.scale, norm.eps).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on x [B, T, H, E], again as the plain formula."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
 def attention_inputs(layer: Any) -> list[Linear]:
@@ -104,7 +157,8 @@ def _with_lora(out: Tensor, x: Tensor, linears: Sequence[Linear]) -> Tensor:
     low = linear(x, torch.cat(downs).to(x.dtype))
     # One product with the B matrices on the diagonal, so that its gradient stays in one piece;
     # and a sum, not `addmm`, since the compiler joins that with what comes next.
-    return out + linear(low, torch.block_diag(*ups).to(x.dtype))
+    up: Tensor = torch.block_diag(*ups)  # type: ignore[no-untyped-call]
+    return out + linear(low, up.to(x.dtype))
 
 
 def join_frozen(layer: nn.Module) -> None:

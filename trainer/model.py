@@ -14,10 +14,18 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from trainer.architecture import Architecture, read_architecture
-from trainer.attention import KVCache, View, attend, cached, inverse_frequencies, rotate, rotations
+from trainer.attention import (
+    KVCache,
+    Mask,
+    View,
+    attend,
+    cached,
+    inverse_frequencies,
+    rotations,
+)  # fmt: skip
 from trainer.config import LoraConfig
-from trainer.errors import ModelError
 from trainer.fast import FastLayers
+from trainer.fused import lora_linear, rms_norm, rotate, swiglu
 from trainer.logprobs import chosen_logprobs
 from trainer.lora import (
     init_lora,
@@ -27,8 +35,8 @@ from trainer.lora import (
     peft_config,
     read_lora_config,
     use_lora,
-)
-from trainer.weights import hugging_face_names, read_tensors
+)  # fmt: skip
+from trainer.weights import hugging_face_names, place_weights
 
 with warnings.catch_warnings():
     # TorchTune 0.6.1 is older than torchao and torch here; its imports warn of their futures.
@@ -44,17 +52,9 @@ with warnings.catch_warnings():
     from torchtune.modules.peft import LoRALinear
 
 __all__ = [
-    "KVCache",
-    "LoraLinear",
-    "Policy",
-    "init_lora",
-    "load_lora",
-    "load_model",
-    "lora_state",
-    "peft_config",
-    "read_lora_config",
-    "use_lora",
-]
+    "KVCache", "LoraLinear", "Policy", "init_lora", "load_lora", "load_model", "lora_state",
+    "peft_config", "read_lora_config", "use_lora",
+]  # fmt: skip
 
 
 class LoraLinear(LoRALinear):  # type: ignore[misc]
@@ -65,17 +65,25 @@ class LoraLinear(LoRALinear):  # type: ignore[misc]
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        out = nn.functional.linear(x, self.weight, self.bias)
         if self.disabled:
-            return out
-        low = nn.functional.linear(x, self.lora_a.weight.to(x.dtype))  # [..., rank]
-        flat = torch.addmm(
-            out.flatten(0, -2),
-            low.flatten(0, -2),
-            self.lora_b.weight.to(x.dtype).t(),
-            alpha=self.alpha / self.rank,
-        )
-        return flat.view_as(out)
+            return nn.functional.linear(x, self.weight, self.bias)
+        scale = self.alpha / self.rank
+        return lora_linear(x, self.weight, self.bias, self.lora_a.weight, self.lora_b.weight, scale)
+
+
+class Norm(RMSNorm):  # type: ignore[misc]
+    """TorchTune's norm in fewer passes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.scale, self.eps)
+
+
+class Mlp(FeedForward):  # type: ignore[misc]
+    """TorchTune's gated MLP in fewer passes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.w2(swiglu(self.w1(x), self.w3(x)))
+        return out
 
 
 class Attention(MultiHeadAttention):  # type: ignore[misc]
@@ -95,7 +103,6 @@ class Attention(MultiHeadAttention):  # type: ignore[misc]
             keys, values = cached(view.cache, self.layer, view, k, v)
         else:
             keys, values = k.transpose(1, 2), v.transpose(1, 2)
-        assert not isinstance(view.mask, BlockMask)  # those go through `fast`
         out = attend(q.transpose(1, 2), keys, values, view.mask)  # [B, H, T, E]
         result: Tensor = self.output_proj(out.transpose(1, 2).flatten(2))
         return result
@@ -116,7 +123,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
     architecture: Architecture
     lora: LoraConfig | None
     frequencies: Tensor
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | None = None
     fast: FastLayers | None = None
     """How packed rows run on a GPU."""
 
@@ -124,7 +131,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         self,
         tokens: Tensor,  # [B, T]
         *,
-        mask: Tensor | None = None,  # [B, T, T] True where a query may look
+        mask: Mask | None = None,  # [B, T, T] True where a query may look
         positions: Tensor | None = None,  # [B, T]
         cache: KVCache | None = None,
         rows: Tensor | None = None,  # [B] rows of the cache; the first B when None
@@ -141,7 +148,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         self,
         tokens: Tensor,  # [B, T]
         *,
-        mask: Tensor | BlockMask | None,
+        mask: Mask | None,
         positions: Tensor,
         predictors: Tensor,  # [N] index into the B * T tokens
         targets: Tensor,  # [N]
@@ -169,7 +176,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         self,
         tokens: Tensor,
         *,
-        mask: Tensor | BlockMask | None = None,
+        mask: Mask | None = None,
         positions: Tensor | None = None,
         cache: KVCache | None = None,
         rows: Tensor | None = None,
@@ -200,7 +207,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
     def _view(
         self,
         tokens: Tensor,
-        mask: Tensor | BlockMask | None,
+        mask: Mask | None,
         positions: Tensor | None,
         cache: KVCache | None,
         rows: Tensor | None,
@@ -237,7 +244,7 @@ def load_model(
 ) -> Policy:
     """The policy in `directory`: with `lora` only that is trainable, without it every weight is.
 
-    A fresh LoRA is all zeros in its B matrices only after `init_lora`.
+    The LoRA is a fresh one, made from its seed.
     """
     architecture = read_architecture(directory)
     with torch.device("meta"):
@@ -245,20 +252,7 @@ def load_model(
     policy.architecture = architecture
     policy.lora = lora
     policy.frequencies = inverse_frequencies(architecture.rope, architecture.head_dim, device)
-    names = hugging_face_names(policy)
-    tensors = read_tensors(directory, set(names.values()))
-    state = {}
-    for ours, theirs in names.items():
-        tensor = tensors[theirs]
-        expected = policy.get_parameter(ours).shape
-        if tensor.shape != expected:
-            raise ModelError(
-                f"`{theirs}` has shape `{list(tensor.shape)}`, not `{list(expected)}`",
-                hint="The weights and `config.json` are of different models: fetch it again",
-            )
-        # Norm weights stay in fp32, in which the norm is computed.
-        state[ours] = tensor.to(device, torch.float32 if ours.endswith(".scale") else dtype)
-    policy.load_state_dict(state, strict=False, assign=True)
+    place_weights(policy, directory, dtype=dtype, device=device)
     if lora is not None:
         policy.requires_grad_(False)
         init_lora(policy, lora.seed, device=device)
@@ -275,7 +269,7 @@ def assemble(architecture: Architecture, lora: LoraConfig | None) -> Policy:
         max_seq_len=architecture.max_length,
         num_heads=architecture.heads,
         head_dim=architecture.head_dim,
-        norm=RMSNorm(architecture.dim, eps=architecture.norm_eps),
+        norm=Norm(architecture.dim, eps=architecture.norm_eps),
         output=TiedLinear(embeddings)
         if architecture.tied_embeddings
         else nn.Linear(architecture.dim, architecture.vocab_size, bias=False),
@@ -300,12 +294,12 @@ def _layer(architecture: Architecture, lora: LoraConfig | None, index: int) -> L
         k_proj=linear("k_proj", a.dim, kv_dim, a.qkv_bias),
         v_proj=linear("v_proj", a.dim, kv_dim, a.qkv_bias),
         output_proj=linear("o_proj", q_dim, a.dim, a.output_bias),
-        q_norm=RMSNorm(a.head_dim, eps=a.norm_eps) if a.qk_norm else None,
-        k_norm=RMSNorm(a.head_dim, eps=a.norm_eps) if a.qk_norm else None,
+        q_norm=Norm(a.head_dim, eps=a.norm_eps) if a.qk_norm else None,
+        k_norm=Norm(a.head_dim, eps=a.norm_eps) if a.qk_norm else None,
         max_seq_len=a.max_length,
     )
     attention.layer = index
-    mlp = FeedForward(
+    mlp = Mlp(
         gate_proj=linear("gate_proj", a.dim, a.ffn_dim, a.mlp_bias),
         up_proj=linear("up_proj", a.dim, a.ffn_dim, a.mlp_bias),
         down_proj=linear("down_proj", a.ffn_dim, a.dim, a.mlp_bias),
@@ -313,6 +307,6 @@ def _layer(architecture: Architecture, lora: LoraConfig | None, index: int) -> L
     return Layer(
         attention,
         mlp,
-        sa_norm=RMSNorm(a.dim, eps=a.norm_eps),
-        mlp_norm=RMSNorm(a.dim, eps=a.norm_eps),
+        sa_norm=Norm(a.dim, eps=a.norm_eps),
+        mlp_norm=Norm(a.dim, eps=a.norm_eps),
     )

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -44,6 +45,26 @@ def hugging_face_name(name: str) -> str:
     _, layer, rest = name.split(".", 2)
     module, kind = rest.rsplit(".", 1)
     return f"model.layers.{layer}.{IN_LAYER[module]}.{'weight' if kind == 'scale' else kind}"
+
+
+def place_weights(
+    model: nn.Module, directory: Path, *, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Give a model on the meta device the weights in `directory`: mapped, converted if need be."""
+    names = hugging_face_names(model)
+    tensors = read_tensors(directory, set(names.values()))
+    state = {}
+    for ours, theirs in names.items():
+        tensor = tensors.pop(theirs)
+        expected = model.get_parameter(ours).shape
+        if tensor.shape != expected:
+            raise ModelError(
+                f"`{theirs}` has shape `{list(tensor.shape)}`, not `{list(expected)}`",
+                hint="The weights and `config.json` are of different models: fetch it again",
+            )
+        # Norm weights stay in fp32, in which the norm is computed.
+        state[ours] = tensor.to(device, torch.float32 if ours.endswith(".scale") else dtype)
+    model.load_state_dict(state, strict=False, assign=True)
 
 
 def read_tensors(directory: Path, wanted: set[str]) -> dict[str, Tensor]:

@@ -43,7 +43,7 @@ def test_the_cluster_environment_resolves_to_its_pins(
     assert "skypilot" not in resolved
 
 
-@pytest.mark.parametrize("path", sorted(REQUIREMENTS.glob("*.txt")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(REQUIREMENTS.rglob("*.txt")), ids=lambda path: path.stem)
 def test_constraints_are_exact_and_name_no_index(path: Path) -> None:
     text = path.read_text()
     assert "://" not in text and "+cpu" not in text and "+cu" not in text

@@ -151,4 +151,5 @@ async def test_the_real_art_client_trains_two_steps_and_sees_the_weights_change(
     assert [a.policy_step for a in (old, new, latest, followed, frozen)] == [0, 2, 2, 2, 0]
     assert first_logprob(new) != first_logprob(old) == first_logprob(frozen)
     assert first_logprob(new) == first_logprob(latest) == first_logprob(followed)
+    await model.openai_client().close()
     await backend.close()

@@ -59,7 +59,7 @@ def policy_of(family: str, dtype: torch.dtype, *, fast: bool) -> Policy:
         if "lora_B" in name:
             parameter.data.normal_(std=0.05, generator=torch.Generator("cuda").manual_seed(1))
     if fast:
-        policy.fast = FastLayers(policy.layers)
+        policy.fast = FastLayers(policy.layers, policy.architecture)
     return policy
 
 

@@ -13,10 +13,12 @@ class EmbeddedEngine:
 
     name = "embedded"
 
-    def __init__(self, base_model: str, *, log: Path) -> None:
+    def __init__(self, model: Path, *, log: Path) -> None:
         self._worker = Worker(
-            "engine", "trainer.engines.embedded_worker", ["--base-model", base_model], log=log
+            "engine", "trainer.engines.embedded_worker", ["--model", str(model)], log=log
         )
+
+        self._loaded: set[str] = set()
 
     @property
     def running(self) -> bool:
@@ -29,11 +31,20 @@ class EmbeddedEngine:
         await self._worker.stop()
 
     async def load(self, lora: str, path: Path) -> None:
-        await self._worker.call("load", lora=lora, path=str(path))
+        await self._revive()
+        if lora not in self._loaded:
+            await self._worker.call("load", lora=lora, path=str(path))
+            self._loaded.add(lora)
 
     async def unload(self, lora: str) -> None:
+        self._loaded.discard(lora)
         await self._worker.call("unload", lora=lora)
 
     async def sample(self, request: SampleRequest) -> AsyncIterator[Delta]:
+        await self._revive()
         async for row in self._worker.stream("sample", **dataclasses.asdict(request)):
             yield Delta(**row)
+
+    async def _revive(self) -> None:
+        if await self._worker.revive():
+            self._loaded.clear()

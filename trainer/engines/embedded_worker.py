@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from trainer import faults
 from trainer.attention import KVCache
-from trainer.base_models import resolve
 from trainer.channel import Channel
 from trainer.config import LoraConfig
 from trainer.device import default_device, default_dtype
@@ -43,7 +43,6 @@ class Call:
     lora: str | None
     stream: bool
     unfinished: int
-    announced: bool = False  # the prompt's ids went out with the first delta
 
 
 @dataclass
@@ -68,8 +67,7 @@ class Choice:
 class EmbeddedWorker:
     """Owns the policy; `run` answers the server until it goes."""
 
-    def __init__(self, base_model: str, channel: Channel) -> None:
-        directory = resolve(base_model)
+    def __init__(self, directory: Path, channel: Channel) -> None:
         device = default_device()
         self._channel = channel
         self._handlers: dict[str, Callable[..., None]] = {
@@ -120,6 +118,7 @@ class EmbeddedWorker:
         dtype = self._policy.head.dtype
         placed = {name: tensor.to(self._device, dtype) for name, tensor in tensors.items()}
         self._loras[lora] = read_lora_config(directory), placed
+        faults.reached("engine-loaded")
 
     def _unload(self, lora: str) -> None:
         self._loras.pop(lora, None)
@@ -128,7 +127,7 @@ class EmbeddedWorker:
         self,
         call: int,
         *,
-        messages: list[dict[str, Any]],
+        prompt_ids: list[int],
         lora: str | None,
         n: int,
         max_tokens: int | None,
@@ -141,15 +140,14 @@ class EmbeddedWorker:
     ) -> None:
         if lora is not None and lora not in self._loras:
             raise NotFound(f"The LoRA `{lora}` is not loaded")
-        prompt = self._tokenizer.apply_chat_template(messages)
-        room = self._context - len(prompt)
+        room = self._context - len(prompt_ids)
         if room <= 0 or (max_tokens or 0) > room:
             raise BadRequest(
-                f"{len(prompt)} prompt tokens and `max_tokens` {max_tokens or 1} do not fit the "
-                f"model's context of {self._context} tokens",
+                f"{len(prompt_ids)} prompt tokens and `max_tokens` {max_tokens or 1} do not fit "
+                f"the context of {self._context} tokens",
                 hint="Shorten the messages, or lower `max_tokens`",
             )
-        owner = Call(call, prompt, lora, stream, unfinished=n)
+        owner = Call(call, prompt_ids, lora, stream, unfinished=n)
         for index in range(n):
             chance = random.Random(None if seed is None else f"{seed}/{index}")
             text = TextStream(self._tokenizer, stop)
@@ -200,6 +198,7 @@ class EmbeddedWorker:
 
     def _decode(self) -> None:
         """One token for every active row."""
+        faults.reached("engine-sampling")
         self._grow(len(self._active), max(choice.length for choice in self._active) + 1)
         tokens = torch.tensor([[c.tokens[-1]] for c in self._active], device=self._device)
         positions = torch.tensor([[c.length - 1] for c in self._active], device=self._device)
@@ -239,9 +238,6 @@ class EmbeddedWorker:
         delta["token_ids"] = choice.tokens[told:]
         delta["logprobs"] = choice.logprobs[told:]
         delta["finish_reason"] = finish
-        if not call.announced:
-            delta["prompt_ids"] = call.prompt
-            call.announced = True
         self._channel.row(call.id, delta)
         choice.pending = {"index": choice.index, "text": "", "told": len(choice.tokens)}
         if finish:
@@ -281,8 +277,8 @@ def _doubled(start: int) -> "itertools.accumulate[int]":
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     parser = argparse.ArgumentParser()
-    parser.add_argument("--base-model", required=True)
-    EmbeddedWorker(parser.parse_args().base_model, Channel()).run()
+    parser.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
+    EmbeddedWorker(parser.parse_args().model, Channel()).run()
 
 
 if __name__ == "__main__":

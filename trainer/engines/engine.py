@@ -1,40 +1,46 @@
-"""What samples tokens, as the gateway sees it: one protocol for every engine."""
+"""What samples tokens, as the gateway sees it: tokens in, tokens out, one protocol for all."""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One chat to be continued, with everything the engine needs to do so."""
+    """One prompt to be continued, with everything the engine needs to do so."""
 
-    messages: list[dict[str, Any]]
+    prompt_ids: list[int]
     lora: str | None = None
     """Name of a loaded LoRA, or None for the base model."""
     n: int = 1
     max_tokens: int | None = None
+    """None: as many as fit."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    """Keep so many of the likeliest tokens; 0 keeps all."""
     stop: tuple[str, ...] = ()
+    seed: int | None = None
     stream: bool = False
     """Deltas token by token; else one a choice, at its end."""
-    seed: int | None = None
 
 
 @dataclass
 class Delta:
-    """What one choice gained since the last delta."""
+    """What one choice gained since its last delta."""
 
     index: int
-    token_ids: list[int]
-    logprobs: list[float]
-    text: str
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
     finish_reason: Literal["stop", "length"] | None = None
-    prompt_ids: list[int] = field(default_factory=list)
-    """Given with the first delta of a request, whatever its index."""
+
+    def extend(self, later: "Delta") -> None:
+        self.token_ids += later.token_ids
+        self.logprobs += later.logprobs
+        self.text += later.text
+        self.finish_reason = later.finish_reason
 
 
 class Engine(Protocol):
@@ -50,7 +56,7 @@ class Engine(Protocol):
     async def stop(self) -> None: ...
 
     async def load(self, lora: str, path: Path) -> None:
-        """Make the LoRA in `path` available under a name that was never used before."""
+        """Make the LoRA in `path` available; a name that is loaded already stays as it is."""
 
     async def unload(self, lora: str) -> None: ...
 

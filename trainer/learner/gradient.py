@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 from torch.nn.functional import pad
 
+from trainer.attention import Mask
 from trainer.config import GrpoConfig
 from trainer.errors import Diverged, Unsupported
 from trainer.learner.grpo import LossInputs, grpo_loss
@@ -148,9 +148,9 @@ class GradientSteps:
 def row_logprobs(policy: Policy, row: Row, *, chunk: int = 1024) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [N] of a row's chosen tokens."""
     tokens, positions = row.tokens, row.positions
-    mask: Tensor | BlockMask
+    mask: Mask
     if policy.fast is None:
-        mask = row.mask()[None]
+        mask = row.mask()[None] if tokens.is_cuda else row.blocks()
     else:
         length = policy.fast.lengths.fit(row.room)
         mask = tree_mask(subtree_ends(row.segments, row.ancestors), length)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.channel import Worker
-from trainer.config import GrpoConfig, LoraConfig
+from trainer.config import LoraConfig, StepConfig
 
 
 class Learner:
@@ -28,23 +28,44 @@ class Learner:
 
     async def prepare(self, checkpoints: Path, lora: LoraConfig) -> int:
         """Make sure there is a checkpoint to start from, and return the newest good step."""
+        await self._worker.revive()
         answer = await self._worker.call(
             "prepare", checkpoints=str(checkpoints), lora=lora.model_dump(mode="json")
         )
         return int(answer["step"])
 
-    def train(
+    async def train(
         self,
         checkpoints: Path,
         groups: list[dict[str, Any]],
-        config: GrpoConfig,
+        config: StepConfig,
         lora: LoraConfig,
     ) -> AsyncIterator[dict[str, Any]]:
         """Train one step: a row of metrics per gradient step, then the row of the checkpoint."""
-        return self._worker.stream(
+        await self._worker.revive()
+        async for row in self._worker.stream(
             "train",
             checkpoints=str(checkpoints),
             groups=groups,
             config=config.model_dump(mode="json"),
             lora=lora.model_dump(mode="json"),
+        ):
+            yield row
+
+    async def score(
+        self,
+        checkpoints: Path,
+        lora: LoraConfig,
+        prompt_ids: list[int],
+        completion_ids: list[int],
+    ) -> list[float]:
+        """Logprobs of a completion under the weights of a run's newest step."""
+        await self._worker.revive()
+        scores: list[float] = await self._worker.call(
+            "score",
+            checkpoints=str(checkpoints),
+            lora=lora.model_dump(mode="json"),
+            prompt_ids=prompt_ids,
+            completion_ids=completion_ids,
         )
+        return scores

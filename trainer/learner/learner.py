@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from trainer import checkpoint
-from trainer.config import GrpoConfig, LoraConfig
+from trainer import checkpoint, faults
+from trainer.config import GrpoConfig, LoraConfig, SftConfig, StepConfig
 from trainer.errors import OutOfMemory
 from trainer.fast import FastLayers
 from trainer.learner.gradient import GradientSteps
 from trainer.learner.pack import Row, pack
 from trainer.learner.prepare import Prepared, prepare
+from trainer.learner.sft import SUPERVISED, prepare_sft
 from trainer.learner.state import State, check_belongs, lora_shape
 from trainer.model import Policy, load_model
 from trainer.tokenizer import Tokenizer
@@ -58,13 +59,17 @@ class Learner:
         self,
         checkpoints: Path,
         groups: Sequence[dict[str, Any]],
-        config: GrpoConfig,
+        config: StepConfig,
         lora: LoraConfig | None,
     ) -> Iterator[dict[str, Any]]:
         """Yield the metrics of each gradient step, then the checkpoint that was made."""
         try:
             step = self._load(checkpoints, lora)
-            yield from self._train(checkpoints, step, groups, config, lora)
+            faults.reached("learner-begins")
+            if isinstance(config, SftConfig):
+                yield from self._train_sft(checkpoints, step, groups, config, lora)
+            else:
+                yield from self._train(checkpoints, step, groups, config, lora)
         except torch.OutOfMemoryError as exc:
             self.loaded = None
             raise OutOfMemory(f"The step does not fit the GPU: {exc}") from exc
@@ -72,6 +77,29 @@ class Learner:
             # Weights may be half stepped: the next call starts from the last good checkpoint.
             self.loaded = None
             raise
+
+    @torch.no_grad()
+    def score(
+        self,
+        checkpoints: Path,
+        lora: LoraConfig | None,
+        prompt_ids: list[int],
+        completion_ids: list[int],
+    ) -> list[float]:
+        """Logprobs of a completion under the weights of a run's newest step."""
+        self._load(checkpoints, lora)
+        assert self.state is not None
+        tokens = torch.tensor([prompt_ids + completion_ids[:-1]], device=self.device)
+        predictors = torch.arange(len(prompt_ids) - 1, tokens.shape[1], device=self.device)
+        logprobs, _ = self.state.policy.logprobs(
+            tokens,
+            mask=None,
+            positions=torch.arange(tokens.shape[1], device=self.device)[None],
+            predictors=predictors,
+            targets=torch.tensor(completion_ids, device=self.device),
+        )
+        scores: list[float] = logprobs.tolist()
+        return scores
 
     def _train(
         self,
@@ -83,7 +111,12 @@ class Learner:
     ) -> Iterator[dict[str, Any]]:
         assert self.state is not None
         state = self.state
-        prepared = prepare(self.tokenizer, groups, config, limit=self._limit(config))
+        prepared = prepare(
+            self.tokenizer,
+            groups,
+            config,
+            limit=self._limit(config.max_seq_length, config.packed_sequence_length),
+        )
         batches = self._batches(prepared, config)
         prepared.metrics |= {
             "data/step_num_gradient_steps": float(len(batches)),
@@ -98,7 +131,34 @@ class Learner:
         steps = GradientSteps(state, config, step, prepared.reward_std_dev, base=self._reference)
         for metrics in steps.run(batches):
             yield {**prepared.metrics, **metrics}
+            faults.reached("learner-stepped")
         path = self._save(state, checkpoints, step + 1, lora, parent=step, config=config)
+        self.loaded = (checkpoints, step + 1)
+        yield {"checkpoint": str(path), "step": step + 1, "dropped": prepared.dropped}
+
+    def _train_sft(
+        self,
+        checkpoints: Path,
+        step: int,
+        groups: Sequence[dict[str, Any]],
+        config: SftConfig,
+        lora: LoraConfig | None,
+    ) -> Iterator[dict[str, Any]]:
+        """The supervised kind: the same gradient steps, in the order of the trajectories."""
+        assert self.state is not None
+        prepared, batches = prepare_sft(
+            self.tokenizer, groups, config, limit=self._limit(config.max_seq_length)
+        )
+        if not batches:
+            logger.warning("step %s trains on nothing: no assistant said anything", step + 1)
+            yield prepared.metrics
+        steps = GradientSteps(self.state, SUPERVISED, step, 0.0, base=self._reference)
+        for samples, rate in zip(batches, config.rates(len(batches)), strict=True):
+            steps.learning_rate = rate
+            rows = [row.to(self.device) for row in pack(samples, length=None)]
+            for metrics in steps.run([rows]):
+                yield {**prepared.metrics, **metrics}
+        path = self._save(self.state, checkpoints, step + 1, lora, parent=step, config=config)
         self.loaded = (checkpoints, step + 1)
         yield {"checkpoint": str(path), "step": step + 1, "dropped": prepared.dropped}
 
@@ -120,29 +180,27 @@ class Learner:
             for at in range(0, len(order), size)
         ]
 
-    def _limit(self, config: GrpoConfig) -> int:
+    def _limit(self, *given: int | None) -> int:
         assert self.state is not None
-        limits: list[int | None] = [
-            self.state.policy.max_seq_len,
-            config.max_seq_length,
-            config.packed_sequence_length,
-        ]
+        limits: list[int | None] = [self.state.policy.max_seq_len, *given]
         return min(limit for limit in limits if limit is not None)
 
     def _new_state(self, lora: LoraConfig | None) -> State:
         # Every weight that is trained is kept in fp32: AdamW's steps are lost in bf16.
         dtype = torch.float32 if lora is None else self.dtype
-        policy = load_model(self.directory, lora=lora, dtype=dtype, device=self.device)
-        if self.device.type == "cuda":
-            policy.fast = FastLayers(policy.layers)
+        policy = self._load_policy(lora, dtype)
         return State(policy, seed=lora.seed if lora else 0)
 
     def _reference(self) -> Policy:
         """A frozen copy of the base model, for full finetuning under a KL penalty."""
-        policy = load_model(self.directory, lora=None, dtype=self.dtype, device=self.device)
+        policy = self._load_policy(None, self.dtype)
         policy.requires_grad_(False)
+        return policy
+
+    def _load_policy(self, lora: LoraConfig | None, dtype: torch.dtype) -> Policy:
+        policy = load_model(self.directory, lora=lora, dtype=dtype, device=self.device)
         if self.device.type == "cuda":
-            policy.fast = FastLayers(policy.layers)
+            policy.fast = FastLayers(policy.layers, policy.architecture)
         return policy
 
     def _load(self, checkpoints: Path, lora: LoraConfig | None) -> int:
@@ -166,7 +224,7 @@ class Learner:
         lora: LoraConfig | None,
         *,
         parent: int | None,
-        config: GrpoConfig | None,
+        config: StepConfig | None,
     ) -> Path:
         about = {
             "base_model": self.base_model,

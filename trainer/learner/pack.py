@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainer.block_attention import Block, plan
+
 Ids = NDArray[np.int64]
 
 
@@ -62,6 +64,11 @@ class Row:
         length, device = len(self.tokens), self.tokens.device
         causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
         return causal & self.ancestors[self.segments][:, self.segments]
+
+    def blocks(self) -> list[Block]:
+        """What `mask` allows, as the blocks that are worth computing."""
+        lengths = torch.bincount(self.segments, minlength=len(self.ancestors))
+        return plan(self.mask(), lengths.tolist())
 
     def to(self, device: torch.device) -> "Row":
         moved = {name: value.to(device) for name, value in vars(self).items() if name in TENSORS}

@@ -10,7 +10,7 @@ import torch
 from kit.config import validate
 from trainer import channel
 from trainer.base_models import resolve
-from trainer.config import GrpoConfig, LoraConfig
+from trainer.config import LoraConfig, read_step_config
 from trainer.device import default_device, default_dtype
 from trainer.learner.learner import Learner
 
@@ -39,11 +39,12 @@ def main() -> None:
     def train(
         checkpoints: str, groups: list[dict[str, Any]], config: Settings, lora: Settings | None
     ) -> Iterator[dict[str, Any]]:
-        return learner.train(
-            Path(checkpoints), groups, validate(GrpoConfig, config, source="config"), _lora(lora)
-        )
+        return learner.train(Path(checkpoints), groups, read_step_config(config), _lora(lora))
 
-    channel.serve({"prepare": prepare, "train": train})
+    def score(checkpoints: str, lora: dict[str, Any], **tokens: list[int]) -> list[float]:
+        return learner.score(Path(checkpoints), validate(LoraConfig, lora, source="lora"), **tokens)
+
+    channel.serve({"prepare": prepare, "train": train, "score": score})
 
 
 if __name__ == "__main__":

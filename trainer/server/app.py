@@ -1,102 +1,82 @@
 """`trainer serve`: one ASGI app on two ports, which itself never touches torch."""
 
 import asyncio
-import hmac
-import ipaddress
 import logging
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.exceptions import HTTPException
 
 from kit.errors import ConfigError, KitError
 from trainer.config import ServerConfig
 from trainer.errors import TrainerError
-from trainer.server import art_routes, openai_routes
-from trainer.server.backend import Backend
+from trainer.server import art_routes, guard, openai_routes, preview_routes, rollout_routes
+from trainer.server.backend import Backend, WrapEngine
 
 logger = logging.getLogger(__name__)
-OPEN_PATHS = {"/health", "/healthcheck"}
+Json = dict[str, Any]
 
 
 def create_app(config: ServerConfig, backend: Backend) -> FastAPI:
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        try:
-            yield
-        finally:
-            await backend.stop()
-
-    app = FastAPI(title="art-cluster", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="art-cluster", docs_url=None, redoc_url=None)
 
     @app.get("/health")
     @app.get("/healthcheck")
     async def health() -> dict[str, str]:
         return {"status": "ok"}
 
+    @app.get("/metrics")
+    async def metrics() -> PlainTextResponse:
+        return PlainTextResponse(backend.metrics.render())
+
     @app.exception_handler(KitError)
     async def kit_error(_: Request, error: KitError) -> JSONResponse:
-        return _error(getattr(error, "status", 500), error.message, error.hint)
+        return guard.error(getattr(error, "status", 500), error.message, error.hint)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        told = [
-            f"`{'.'.join(str(part) for part in fault['loc'][1:]) or 'body'}` {fault['msg']}"
-            for fault in error.errors()
-        ]
-        return _error(422, "The request is not valid: " + "; ".join(told), "")
+        told = [f"`{_place(fault)}` {fault['msg']}" for fault in error.errors()]
+        return guard.error(422, "The request is not valid: " + "; ".join(told), "")
 
-    if not _is_loopback(config.host):
-        app.middleware("http")(_require_key(config))
+    @app.exception_handler(HTTPException)
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        message = f"{request.method} `{request.url.path}`: {error.detail}"
+        return guard.error(error.status_code, message, "")
+
+    key = config.api_key.get_secret_value() if config.asks_for_key and config.api_key else None
+    app.add_middleware(guard.Guard, key=key)
     app.include_router(art_routes.routes(backend))
-    app.include_router(openai_routes.routes(backend))
+    app.include_router(preview_routes.routes(backend))
+    app.include_router(rollout_routes.routes(backend))
+    chat = openai_routes.routes(backend)
+    app.include_router(chat)
+    app.include_router(chat, prefix="/rollouts/{rollout}")
     return app
 
 
-def _error(status: int, message: str, hint: str) -> JSONResponse:
-    # `detail` for ART's clients and curl, `error` for OpenAI's.
-    error = {"message": message, "hint": hint, "type": "invalid_request_error", "code": status}
-    return JSONResponse({"detail": message, "error": error}, status_code=status)
+def _place(fault: Json) -> str:
+    """Where in the body a fault is; one of its JSON is nowhere in particular."""
+    inside = [] if fault["type"] == "json_invalid" else fault["loc"][1:]
+    return ".".join(str(part) for part in inside) or "body"
 
 
-def _require_key(
-    config: ServerConfig,
-) -> Callable[[Request, Callable[[Request], Awaitable[Response]]], Awaitable[Response]]:
-    assert config.api_key is not None
-    expected = f"Bearer {config.api_key.get_secret_value()}".encode()
-
-    async def check(request: Request, answer: Callable[[Request], Awaitable[Response]]) -> Response:
-        given = request.headers.get("authorization", "").encode()
-        if request.url.path in OPEN_PATHS or hmac.compare_digest(given, expected):
-            return await answer(request)
-        return _error(401, "The request carries no valid key", "Send `ART_API_KEY` as bearer token")
-
-    return check
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def serve(config: ServerConfig) -> None:
+def serve(config: ServerConfig, *, wrap_engine: WrapEngine | None = None) -> None:
     """Serve until a signal, or until the idle time or the lease is over."""
-    if not _is_loopback(config.host) and config.api_key is None:
+    if config.asks_for_key and config.api_key is None:
         raise ConfigError(
             f"Refusing to listen on `{config.host}` without a key",
             hint="Set `ART_API_KEY`, or stay on `127.0.0.1` and use `launcher tunnel`",
         )
     sockets = [_bind(config.host, port) for port in (config.port, config.openai_port)]
     control, openai = (bound.getsockname()[1] for bound in sockets)
-    asyncio.run(_serve(config, sockets, control, openai))
+    backend = Backend(config, openai_port=openai, wrap_engine=wrap_engine)
+    asyncio.run(_serve(config, backend, sockets, control))
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -114,14 +94,14 @@ def _bind(host: str, port: int) -> socket.socket:
 
 
 async def _serve(
-    config: ServerConfig, sockets: list[socket.socket], control: int, openai: int
+    config: ServerConfig, backend: Backend, sockets: list[socket.socket], control: int
 ) -> None:
-    backend = Backend(config, openai_port=openai)
     server = uvicorn.Server(
         uvicorn.Config(
             create_app(config, backend),
             log_config=None,
             access_log=False,
+            lifespan="off",
             timeout_graceful_shutdown=10,
         )
     )
@@ -130,7 +110,7 @@ async def _serve(
     try:
         await backend.start()
         logger.info("control API on http://%s:%s", config.host, control)
-        logger.info("OpenAI API on http://%s:%s/v1", config.host, openai)
+        logger.info("OpenAI API on http://%s:%s/v1", config.host, backend.openai_port)
         await serving
     except TrainerError:
         server.should_exit = True
@@ -138,6 +118,7 @@ async def _serve(
         raise
     finally:
         watching.cancel()
+        await backend.stop()
 
 
 async def _watch_lease(config: ServerConfig, backend: Backend, server: uvicorn.Server) -> None:

@@ -7,9 +7,23 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import StreamingResponse
 
+from trainer import checkpoint, faults
 from trainer.errors import Unsupported
+from trainer.server import history, storage
 from trainer.server.backend import Backend
-from trainer.server.wire import ModelWire, PrepareRequest, TrainRequest
+from trainer.server.settings import inference_key
+from trainer.server.training import Training
+from trainer.server.wire import (
+    DeployRequest,
+    ForkRequest,
+    KeepRequest,
+    LogRequest,
+    ModelWire,
+    PrepareRequest,
+    S3Request,
+    SftRequest,
+    TrainRequest,
+)
 
 Json = dict[str, Any]
 
@@ -23,31 +37,88 @@ def routes(backend: Backend) -> APIRouter:
 
     @router.post("/_prepare_backend_for_training")
     async def prepare(body: PrepareRequest, request: Request) -> tuple[str, str]:
-        if body.config:
-            names = ", ".join(f"`config.{name}`" for name in body.config)
-            raise Unsupported(f"This server is configured at its start, not by {names}")
+        key = inference_key(body.config, backend.config, backend.openai_port)
         await backend.prepare(body.model)
         # The client reaches us by this name; only the port differs.
         host = request.url.hostname or "127.0.0.1"
-        return f"http://{host}:{backend.openai_port}/v1", "default"
+        host = f"[{host}]" if ":" in host else host
+        return f"http://{host}:{backend.openai_port}/v1", key
 
     @router.post("/_get_step")
     async def get_step(model: ModelWire) -> int:
-        return backend.model(model).step
+        return backend.models.get(model).step
 
     @router.post("/_train_model")
     async def train_model(body: TrainRequest) -> StreamingResponse:
-        rows = backend.start_training(body)
-        # The first row is awaited before the status goes out, so that a bad group is a 4xx.
-        first = await anext(rows, None)
-        return StreamingResponse(_ndjson(first, rows), media_type="application/x-ndjson")
+        return await stream(backend.train(body))
 
+    @router.post("/_train_sft")
+    async def train_sft(body: SftRequest) -> StreamingResponse:
+        return await stream(backend.train(body.as_step()))
+
+    @router.post("/_log")
+    async def log(body: LogRequest) -> None:
+        directory = backend.models.directory(body.model)
+        step = backend.models.get(body.model).step if body.model.trainable else 0
+        history.log(directory, step, body.trajectory_groups, body.split)
+
+    @router.post("/_delete_checkpoints")
+    async def delete_checkpoints(
+        model: ModelWire, benchmark: str = "val/reward", benchmark_smoothing: float = 1.0
+    ) -> None:
+        found = backend.models.get(model)
+        values = history.smoothed(found.directory, benchmark, benchmark_smoothing)
+        steps = checkpoint.steps_to_keep(found.checkpoints, last=1, metrics=values, best=1)
+        await storage.keep(backend, found, steps)
+
+    @router.post("/_delete_checkpoint_files")
+    async def delete_checkpoint_files(body: KeepRequest) -> None:
+        await storage.keep(backend, backend.models.get(body.model), body.steps_to_keep)
+
+    @router.post("/close")
+    async def close() -> None:
+        """The client is done. Others may not be: the server ends by signal, idleness or lease."""
+
+    _add_experimental(router, backend)
     return router
 
 
-async def _ndjson(first: Json | None, rows: AsyncIterator[Json]) -> AsyncIterator[str]:
+def _add_experimental(router: APIRouter, backend: Backend) -> None:
+    @router.post("/_experimental_fork_checkpoint")
+    async def fork(body: ForkRequest) -> None:
+        await backend.prepare(body.model)
+        await storage.fork(backend, backend.models.get(body.model), body)
+
+    @router.post("/_experimental_push_to_s3")
+    async def push(body: S3Request) -> None:
+        await storage.push(backend, backend.models.get(body.model), body)
+
+    @router.post("/_experimental_pull_from_s3")
+    async def pull(body: S3Request) -> None:
+        await storage.pull(backend, backend.models.get(body.model), body)
+
+    @router.post("/_experimental_deploy")
+    async def deploy(body: DeployRequest) -> None:
+        raise Unsupported(
+            f"Deployment to `{body.deploy_to}` is not supported",
+            hint="Take the checkpoint with `trainer export`, and serve it where you like",
+        )
+
+
+async def stream(training: Training) -> StreamingResponse:
+    """The rows of a step. The first is awaited before the status, so that a bad group is a 4xx."""
+    rows = training.rows()
+    first = await anext(rows, None)
+    return StreamingResponse(_ndjson(first, rows, training), media_type="application/x-ndjson")
+
+
+async def _ndjson(
+    first: Json | None, rows: AsyncIterator[Json], training: Training
+) -> AsyncIterator[str]:
     """One object a line, never an empty line: generation 1 parses every one."""
     if first is not None:
         yield json.dumps(first) + "\n"
     async for row in rows:
         yield json.dumps(row) + "\n"
+    faults.reached("server-streamed")
+    training.model.journal.delivered()

@@ -1,105 +1,98 @@
-"""The backend owns one engine, one learner and the models that share their base model.
-
-A step: train → checkpoint renamed into place → loaded by the engine → the step advances.
-"""
+"""The backend owns one engine, one learner and the models that share their base model."""
 
 import asyncio
-import dataclasses
-import json
+import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from trainer import checkpoint
-from trainer.config import GrpoConfig, LoraConfig, ServerConfig
+from trainer.base_models import resolve
+from trainer.config import ServerConfig
 from trainer.engines.embedded import EmbeddedEngine
 from trainer.engines.engine import Delta, Engine, SampleRequest
-from trainer.errors import BadRequest, Conflict, NotFound, TrainerError
+from trainer.errors import BadRequest, Conflict, TrainerError, WorkerDied
 from trainer.learner.handle import Learner
+from trainer.server.canary import logprob_difference
 from trainer.server.gate import Gate
-from trainer.server.wire import (
-    ModelWire,
-    TrainRequest,
+from trainer.server.journal import Request, digest
+from trainer.server.ledger import Entry, Ledger, choices_of
+from trainer.server.metrics import Metrics
+from trainer.server.models import Model, Models
+from trainer.server.settings import (
     check_internal_config,
-    grpo_config,
     lora_config,
+    max_seq_length,
+    step_config,
 )
+from trainer.server.training import Training
+from trainer.server.wire import ModelWire, TrainRequest
+from trainer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 Json = dict[str, Any]
-
-
-@dataclass
-class Model:
-    """A model under training: a LoRA on the shared base, and its newest served step."""
-
-    project: str
-    name: str
-    directory: Path
-    lora: LoraConfig
-    step: int = 0
-    steps: set[int] = dataclasses.field(default_factory=set)
-    """Steps whose checkpoints are on disk; reading them all costs a hash of every file."""
-    prepared: bool = False
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.directory / "checkpoints"
-
-    def lora_name(self, step: int) -> str:
-        # Project included: two projects may both hold a model of that name.
-        return f"{self.project}/{self.name}@{step}"
+WrapEngine = Callable[[Engine, Path], Engine]  # of the engine and the base model's directory
 
 
 class Backend:
     """Everything behind the routes. Created without work; `start` begins it."""
 
-    def __init__(self, config: ServerConfig, *, openai_port: int) -> None:
+    def __init__(
+        self, config: ServerConfig, *, openai_port: int, wrap_engine: WrapEngine | None = None
+    ) -> None:
         self.config = config
+        self._wrap_engine = wrap_engine
         self.openai_port = openai_port
-        self.base_model: str | None = None
         self.last_activity = time.monotonic()
-        self.training = False
-        self._state = Path(config.state_dir).expanduser().resolve()
-        self._models: dict[tuple[str, str], Model] = {}
-        self._newest: Model | None = None
+        self.tokenizer: Tokenizer | None = None
+        state = Path(config.state_dir).expanduser().resolve()
+        self.models = Models(state)
+        self.ledger = Ledger(state / "ledger.db")
+        self.metrics = Metrics()
+        self._logs = state / "logs"
         self._engine: Engine | None = None
         self._learner: Learner | None = None
         self._gate = Gate()
         self._starting = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._trainings: dict[str, Training] = {}
+        self._unloading: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        if self.config.base_model:
-            await self._start_workers(self.config.base_model)
+        """Load the base model, and take up every step that a killed server left half done."""
+        if not self.config.base_model:
+            return
+        await self._start_workers(self.config.base_model)
+        for path in sorted(self.models.state.glob("*/models/*/journal.json")):
+            wire = ModelWire(project=path.parents[2].name, name=path.parent.name)
+            request = self.models.add(wire, self.config.lora).journal.pending()
+            if request and request.base_model == self.config.base_model:
+                logger.info("taking up step %s of %s", request.step, path.parent.name)
+                await self.prepare(ModelWire.model_validate(request.model))
 
     async def stop(self) -> None:
-        for task in self._tasks:
-            task.cancel()
+        for training in self._trainings.values():
+            await training.cancel()
         for worker in (self._engine, self._learner):
             if worker:
                 await worker.stop()
+        self.ledger.close()
+
+    @property
+    def training(self) -> bool:
+        return any(not training.done for training in self._trainings.values())
 
     # Models
 
     def register(self, wire: ModelWire) -> Model | None:
-        """Remember a model; one with checkpoints on disk resumes at its newest step."""
+        """Remember a model; those that cannot be trained need nothing from us."""
         if not wire.trainable:
             return None
         check_internal_config(wire)
         self._check_base(wire.base_model)
-        key = (wire.project, wire.name)
-        if key not in self._models:
-            directory = self._state / wire.project / "models" / wire.name
-            lora = lora_config(wire, self.config.lora)
-            model = Model(wire.project, wire.name, directory, lora)
-            model.steps = set(checkpoint.list_steps(model.checkpoints))
-            model.step = max(model.steps, default=0)
-            self._models[key] = model
-        return self._models[key]
+        model = self.models.add(wire, lora_config(wire, self.config.lora))
+        model.max_seq_length = max_seq_length(wire)
+        return model
 
     async def prepare(self, wire: ModelWire) -> None:
         """Start engine and learner if need be, and serve the model's newest checkpoint."""
@@ -110,27 +103,47 @@ class Backend:
                 hint="Register an `art.TrainableModel` with a `base_model`",
             )
         await self._start_workers(wire.base_model)
-        assert self._learner and self._engine
+        assert self._learner
         if not model.prepared:
             async with self._gate.training():
-                model.step = await self._learner.prepare(model.checkpoints, model.lora)
-                await self._serve(model, model.step)
+                step = await self._learner.prepare(model.checkpoints, model.lora)
+                model.add_step(step)
+                model.step = step
+                await self._load(model, step)
             model.prepared = True
-        self._newest = model
+            if request := model.journal.pending():
+                await self._start_training(model, request).wait()
+        self.models.newest = model
 
-    def model(self, wire: ModelWire) -> Model:
-        try:
-            return self._models[wire.project, wire.name]
-        except KeyError:
-            raise NotFound(
-                f"Model `{wire.name}` of project `{wire.project}` is not registered",
-                hint="Call `model.register(backend)` first",
-            ) from None
+    def training_of(self, model: Model) -> Training | None:
+        """The model's newest step under way or done, since this server started."""
+        return self._trainings.get(model.key)
+
+    async def adopt(self, model: Model) -> None:
+        """Go on from the newest checkpoint on disk, after others have put some there."""
+        await asyncio.to_thread(model.read_steps)
+        if model.prepared and model.steps:
+            await self._load(model, model.step)
+
+    async def forget(self, model: Model, steps: Iterable[int]) -> None:
+        """Serve `steps` no longer. Requests in flight on them finish first, in the background."""
+        for step in steps:
+            model.steps.pop(step, None)
+            task = asyncio.create_task(self._unload(model, step))
+            self._unloading.add(task)
+            task.add_done_callback(self._unloading.discard)
+
+    async def _unload(self, model: Model, step: int) -> None:
+        while model.sampling[step]:
+            await asyncio.sleep(0.1)
+        if self._engine and step not in model.steps:
+            await self._engine.unload(model.lora_name(step))
 
     def _check_base(self, base_model: str | None) -> None:
-        if self.base_model and base_model and base_model != self.base_model:
+        loaded = self.models.base_model
+        if loaded and base_model and base_model != loaded:
             raise Conflict(
-                f"This server holds `{self.base_model}`, not `{base_model}`",
+                f"This server holds `{loaded}`, not `{base_model}`",
                 hint="Start another server with `trainer serve --base-model`, on other ports",
             )
 
@@ -139,129 +152,149 @@ class Backend:
             self._check_base(base_model)
             if self._engine and self._learner:
                 return
-            logs = self._state / "logs"
-            engine = EmbeddedEngine(base_model, log=logs / "engine.log")
-            learner = Learner(base_model, log=logs / "learner.log")
+            directory = await asyncio.to_thread(resolve, base_model)
+            engine: Engine = EmbeddedEngine(directory, log=self._logs / "engine.log")
+            if self._wrap_engine:
+                engine = self._wrap_engine(engine, directory)
+            learner = Learner(base_model, log=self._logs / "learner.log")
             try:
                 await asyncio.gather(engine.start(), learner.start())
             except TrainerError:
                 await asyncio.gather(engine.stop(), learner.stop())
                 raise
-            self._engine, self._learner, self.base_model = engine, learner, base_model
+            self.tokenizer = Tokenizer(directory)
+            self._engine, self._learner, self.models.base_model = engine, learner, base_model
             logger.info("serving `%s` with the %s engine", base_model, engine.name)
+
+    async def _load(self, model: Model, step: int) -> None:
+        """Have the engine hold a step's LoRA; an engine that dies of something else is retried."""
+        assert self._engine
+        try:
+            await self._engine.load(model.lora_name(step), model.path(step))
+        except WorkerDied as error:
+            logger.warning("loading again after: %s", error.message)
+            await self._engine.load(model.lora_name(step), model.path(step))
+
+    async def _load_and_check(self, model: Model, step: int) -> float:
+        """Load a step that was just trained, and return how far engine and learner differ."""
+        await self._load(model, step)
+        assert self._engine and self._learner and self.tokenizer
+        try:
+            return await logprob_difference(self._engine, self._learner, self.tokenizer, model)
+        except WorkerDied as error:  # the step stands; only its check is missing
+            logger.warning("step %s was not checked: %s", step, error.message)
+            await self._load(model, step)
+            return float("nan")
 
     # Sampling
 
-    def served_names(self) -> list[str]:
-        """Every name a completion may ask for."""
-        names = [self.base_model, f"{self.base_model}@base"] if self.base_model else []
-        for model in self._models.values():
-            if model.prepared:
-                steps = sorted(model.steps)
-                names += [model.name, *(f"{model.name}@{step}" for step in steps)]
-        return [name for name in names if name]
+    async def sample(
+        self, name: str, request: SampleRequest, *, rollout: str | None = None
+    ) -> AsyncIterator[tuple[int, Delta]]:
+        """Yield (policy step, delta), and record every choice that finishes.
 
-    def find(self, name: str) -> tuple[Model | None, int]:
-        """The model and step behind a served name; no model means the untrained base."""
-        base, _, wanted = name.rpartition("@") if "@" in name else (name, "", "")
-        if base == self.base_model and wanted == "base":
-            return None, 0
-        if name == self.base_model:  # follows the model that was prepared last
-            return self._newest, self._newest.step if self._newest else 0
-        for model in reversed(self._models.values()):
-            if model.prepared and model.name == base:
-                if not wanted:
-                    return model, model.step
-                if wanted.isdigit() and int(wanted) in model.steps:
-                    return model, int(wanted)
-        names = ", ".join(f"`{served}`" for served in self.served_names()) or "nothing yet"
-        raise NotFound(f"There is no model `{name}` here", hint=f"Served now: {names}")
-
-    async def sample(self, name: str, request: SampleRequest) -> AsyncIterator[tuple[int, Delta]]:
-        """Yield (policy step, delta). The name is resolved once training is over, not before."""
-        self.find(name)
+        The name is resolved once training is over, not before: who waits gets the new weights.
+        """
         async with self._gate.sampling():
             self.last_activity = time.monotonic()
-            model, step = self.find(name)
-            engine = self._engine
-            if engine is None:
-                raise NotFound(
-                    "No base model is loaded yet", hint="Start with `--base-model`, or register"
-                )
-            if model is not None:
-                await self._load(model, step)
-                request = dataclasses.replace(request, lora=model.lora_name(step))
-            async for delta in engine.sample(request):
-                yield step, delta
+            model, step = self.models.find(name)
+            request = model.fit(request, step) if model else request
+            choices: dict[int, Delta] = {}
+            with model.used(step) if model else contextlib.nullcontext():
+                async for delta in self._sample(model, step, request):
+                    choice = choices.setdefault(delta.index, Delta(delta.index))
+                    choice.extend(delta)
+                    if choice.finish_reason:
+                        self._record(model, step, rollout, request, choice)
+                    yield step, delta
             self.last_activity = time.monotonic()
+
+    async def _sample(
+        self, model: Model | None, step: int, request: SampleRequest
+    ) -> AsyncIterator[Delta]:
+        """Sample, once more if the engine died before anything was given out."""
+        assert self._engine  # no name is found before there is one
+        for last_try in (False, True):
+            given = False
+            try:
+                if model is not None:
+                    await self._load(model, step)
+                async for delta in self._engine.sample(request):
+                    given = True
+                    yield delta
+                return
+            except WorkerDied as error:
+                if given or last_try:
+                    raise
+                logger.warning("sampling again after: %s", error.message)
+
+    def _record(
+        self,
+        model: Model | None,
+        step: int,
+        rollout: str | None,
+        request: SampleRequest,
+        choice: Delta,
+    ) -> None:
+        entry = Entry(
+            model=model.key if model else "",
+            step=step,
+            lora_sha256=model.steps.get(step, "") if model else "",
+            rollout=rollout,
+            prompt_ids=request.prompt_ids,
+            completion_ids=choice.token_ids,
+            logprobs=choice.logprobs,
+        )
+        self.ledger.record(entry, choice.text)
+        self.metrics.add("art_completions_total")
+        self.metrics.add("art_sampled_tokens_total", len(choice.token_ids))
 
     # Training
 
-    def start_training(self, request: TrainRequest) -> AsyncIterator[Json]:
-        """Check the request, start the step, and return its rows of metrics.
+    def train(self, request: TrainRequest) -> Training:
+        """Check the request, write it down and start the step.
 
-        The step runs in a task of its own: a client that goes away does not undo it.
+        The same body again, while its answer was not delivered, is the same step.
         """
-        model = self.model(request.model)
+        model = self.models.get(request.model)
         if not model.prepared:
             raise BadRequest(
                 f"Model `{model.name}` is not prepared for training",
                 hint="Call `model.register(backend)`, which prepares it, and wait for it",
             )
-        config = grpo_config(request)
-        rows: asyncio.Queue[Json | Exception | None] = asyncio.Queue()
-        task = asyncio.create_task(self._train(model, request.trajectory_groups, config, rows))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return _drain(rows)
+        config = step_config(request)
+        identity = digest(request.model_dump(mode="json", by_alias=True))
+        pending, running = model.journal.pending(), self._trainings.get(model.key)
+        if pending and running and pending.digest == identity:
+            logger.info("%s: a request for step %s again", model.key, pending.step)
+            return running
+        if running and not running.done:
+            raise Conflict(
+                f"Model `{model.name}` is training already", hint="Wait for that step to end"
+            )
+        for choice in choices_of(request.trajectory_groups):
+            if entry := self.ledger.find(choice):
+                choice["art"] = {
+                    "prompt_ids": entry.prompt_ids,
+                    "completion_ids": entry.completion_ids,
+                    "logprobs": entry.logprobs,
+                }
+        journaled = Request(
+            step=model.step + 1,
+            digest=identity,
+            base_model=self.models.base_model or "",
+            model=request.model.model_dump(mode="json", by_alias=True),
+            groups=request.trajectory_groups,
+            config=config.model_dump(mode="json"),
+        )
+        model.journal.begin(journaled)
+        return self._start_training(model, journaled)
 
-    async def _train(
-        self,
-        model: Model,
-        groups: list[Json],
-        config: GrpoConfig,
-        rows: "asyncio.Queue[Json | Exception | None]",
-    ) -> None:
+    def _start_training(self, model: Model, request: Request) -> Training:
         assert self._learner
-        try:
-            async with self._gate.training():
-                self.training = True
-                last: Json = {}
-                train = self._learner.train(model.checkpoints, groups, config, model.lora)
-                async for row in train:
-                    if "checkpoint" in row:
-                        last = row
-                    else:
-                        rows.put_nowait(row)
-                        self._log_metrics(model, row)
-                await self._serve(model, int(last["step"]))
-            logger.info("%s/%s is at step %s", model.project, model.name, model.step)
-        except Exception as error:
-            logger.error("training %s/%s failed: %s", model.project, model.name, error)
-            rows.put_nowait(error)
-        finally:
-            self.training = False
-            self.last_activity = time.monotonic()
-            rows.put_nowait(None)
-
-    async def _serve(self, model: Model, step: int) -> None:
-        """Load `step` into the engine; only then does the model's step advance."""
-        await self._load(model, step)
-        model.steps.add(step)
-        model.step = step
-
-    async def _load(self, model: Model, step: int) -> None:
-        assert self._engine
-        path = checkpoint.path_of(model.checkpoints, step)
-        await self._engine.load(model.lora_name(step), path)
-
-    def _log_metrics(self, model: Model, row: Json) -> None:
-        with (model.directory / "history.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": model.step + 1, "time": time.time(), **row}) + "\n")
-
-
-async def _drain(rows: "asyncio.Queue[Json | Exception | None]") -> AsyncIterator[Json]:
-    while (row := await rows.get()) is not None:
-        if isinstance(row, Exception):
-            raise row
-        yield row
+        training = Training(
+            model, request, self._learner, self._gate, self._load_and_check, self.metrics
+        )
+        self._trainings[model.key] = training
+        self.last_activity = time.monotonic()
+        return training

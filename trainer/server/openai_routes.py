@@ -7,12 +7,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pydantic
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from trainer.engines.engine import Delta, SampleRequest
 from trainer.errors import Unsupported
 from trainer.server.backend import Backend
+from trainer.server.tool_calls import ToolCallParser
+from trainer.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 
@@ -21,12 +23,11 @@ _NEUTRAL: Json = {
     "frequency_penalty": 0,
     "presence_penalty": 0,
     "top_logprobs": 0,
-    "tools": [],
     "response_format": {"type": "text"},
     "store": False,
 }
-# vLLM's way to ask for what every answer here holds anyway.
-_ALWAYS = {"logprobs", "return_token_ids", "return_tokens_as_token_ids"}
+# vLLM's ways to ask for what every answer here holds anyway, and what changes no answer.
+_ALWAYS = {"logprobs", "return_token_ids", "return_tokens_as_token_ids", "user"}
 
 
 class ChatRequest(pydantic.BaseModel):
@@ -34,130 +35,149 @@ class ChatRequest(pydantic.BaseModel):
 
     model: str
     messages: list[Json] = pydantic.Field(min_length=1)
-    n: int = pydantic.Field(1, ge=1, le=256)
+    n: int | None = pydantic.Field(None, ge=1, le=256)
     max_tokens: int | None = pydantic.Field(None, ge=1)
     max_completion_tokens: int | None = pydantic.Field(None, ge=1)
     temperature: float | None = pydantic.Field(None, ge=0, le=2)
     top_p: float | None = pydantic.Field(None, gt=0, le=1)
-    top_k: int | None = pydantic.Field(None, ge=0)
+    top_k: int | None = None
     stop: str | list[str] | None = None
     seed: int | None = None
-    stream: bool | None = False
+    stream: bool | None = None
     stream_options: Json | None = None
+    tools: list[Json] | None = None
+    tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: Json | None = None
 
-    def sample_request(self) -> SampleRequest:
-        for key, value in (self.model_extra or {}).items():
-            if key not in _ALWAYS and value is not None and value != _NEUTRAL.get(key, ...):
-                raise Unsupported(f"`{key}` is not supported by this engine")
+    def sample_request(self, tokenizer: Tokenizer) -> SampleRequest:
+        self._refuse_what_we_lack()
+        tools = None if self.tool_choice == "none" else self.tools
         return SampleRequest(
-            messages=self.messages,
-            n=self.n,
+            prompt_ids=tokenizer.apply_chat_template(
+                self.messages, tools, **(self.chat_template_kwargs or {})
+            ),
+            n=self.n or 1,
             max_tokens=self.max_completion_tokens or self.max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=self.top_k or 0,
+            top_k=max(self.top_k or 0, 0),  # vLLM's -1 keeps all
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
-            stream=bool(self.stream),
             seed=self.seed,
+            stream=bool(self.stream),
         )
+
+    def _refuse_what_we_lack(self) -> None:
+        for key, value in (self.model_extra or {}).items():
+            if key not in _ALWAYS and value is not None and value != _NEUTRAL.get(key, ...):
+                raise Unsupported(f"`{key}` is not supported")
+        if self.tool_choice not in (None, "auto", "none"):
+            raise Unsupported("`tool_choice` other than `auto` and `none` is not supported")
+        if self.tools and self.parallel_tool_calls is False:
+            raise Unsupported("`parallel_tool_calls: false` is not supported")
 
 
 class Answer:
-    """Collects the deltas of one request and speaks OpenAI's JSON."""
+    """Turns the deltas of one request into OpenAI's JSON, whole or chunk by chunk."""
 
-    def __init__(self, model: str) -> None:
-        self.id = f"chatcmpl-{uuid.uuid4().hex}"
-        self.created = int(time.time())
-        self.model = model
+    def __init__(self, model: str, prompt_ids: list[int], *, tools: bool) -> None:
         self.step = 0
-        self.prompt_ids: list[int] = []
-        self.choices: dict[int, Delta] = {}
-
-    def add(self, step: int, delta: Delta) -> None:
-        self.step = step
-        self.prompt_ids = self.prompt_ids or delta.prompt_ids
-        whole = self.choices.setdefault(delta.index, Delta(delta.index, [], [], ""))
-        whole.token_ids += delta.token_ids
-        whole.logprobs += delta.logprobs
-        whole.text += delta.text
-        whole.finish_reason = delta.finish_reason
-
-    def head(self, kind: str) -> Json:
-        return {
-            "id": self.id,
-            "object": kind,
-            "created": self.created,
-            "model": self.model,
-            "policy_step": self.step,
+        self._head: Json = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
         }
-
-    def usage(self) -> Json:
-        completion = sum(len(choice.token_ids) for choice in self.choices.values())
-        return {
-            "prompt_tokens": len(self.prompt_ids),
-            "completion_tokens": completion,
-            "total_tokens": len(self.prompt_ids) + completion,
-        }
+        self._prompt_ids = prompt_ids
+        self._tools = tools
+        self._choices: dict[int, Delta] = {}
+        self._parsers: dict[int, ToolCallParser] = {}
 
     def whole(self) -> Json:
-        choices = [
-            {
-                **_tokens(choice),
-                "message": {"role": "assistant", "content": choice.text, "refusal": None},
-            }
-            for _, choice in sorted(self.choices.items())
-        ]
+        choices = []
+        for index, choice in sorted(self._choices.items()):
+            message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
+            if calls := self._parsers[index].calls:
+                message.update(content=choice.text or None, tool_calls=calls)
+            choices.append({**self._tokens(choice), "message": message})
         return {
-            **self.head("chat.completion"),
-            "prompt_token_ids": self.prompt_ids,
+            **self._named("chat.completion"),
+            "prompt_token_ids": self._prompt_ids,
             "choices": choices,
-            "usage": self.usage(),
+            "usage": self._usage(),
         }
 
-    def chunk(self, delta: Delta, *, first: bool) -> Json:
+    def add(self, step: int, delta: Delta) -> Json:
+        """Take a delta in, and return it as a chunk of a stream."""
+        self.step = step
+        first = delta.index not in self._choices
+        parser = self._parsers.setdefault(delta.index, ToolCallParser())
+        if self._tools:
+            delta.text = parser.add(delta.text) + (parser.finish() if delta.finish_reason else "")
+        self._choices.setdefault(delta.index, Delta(delta.index)).extend(delta)
         message: Json = {"role": "assistant"} if first else {}
-        chunk = {
-            **self.head("chat.completion.chunk"),
-            "choices": [{**_tokens(delta), "delta": {**message, "content": delta.text}}],
+        message["content"] = delta.text
+        if delta.finish_reason and parser.calls:
+            message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(parser.calls)]
+        chunk = self._named("chat.completion.chunk")
+        if first and len(self._choices) == 1:
+            chunk["prompt_token_ids"] = self._prompt_ids
+        return {**chunk, "choices": [{**self._tokens(delta), "delta": message}]}
+
+    def tail(self) -> Json:
+        return {**self._named("chat.completion.chunk"), "choices": [], "usage": self._usage()}
+
+    def _named(self, kind: str) -> Json:
+        return {**self._head, "object": kind, "policy_step": self.step}
+
+    def _usage(self) -> Json:
+        prompt, completion = (
+            len(self._prompt_ids),
+            sum(len(choice.token_ids) for choice in self._choices.values()),
+        )
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
         }
-        if delta.prompt_ids:
-            chunk["prompt_token_ids"] = delta.prompt_ids
-        return chunk
 
-
-def _tokens(delta: Delta) -> Json:
-    content: list[Json] = [
-        {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
-        for token, logprob in zip(delta.token_ids, delta.logprobs, strict=True)
-    ]
-    return {
-        "index": delta.index,
-        "finish_reason": delta.finish_reason,
-        "token_ids": delta.token_ids,
-        "logprobs": {"content": content, "refusal": None},
-    }
+    def _tokens(self, delta: Delta) -> Json:
+        content: list[Json] = [
+            {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+            for token, logprob in zip(delta.token_ids, delta.logprobs, strict=True)
+        ]
+        called = delta.finish_reason == "stop" and self._parsers[delta.index].calls
+        return {
+            "index": delta.index,
+            "finish_reason": "tool_calls" if called else delta.finish_reason,
+            "token_ids": delta.token_ids,
+            "logprobs": {"content": content, "refusal": None},
+        }
 
 
 def routes(backend: Backend) -> APIRouter:
+    """The routes under `/v1`; they stand under `/rollouts/ID/v1` too, which groups a rollout."""
     router = APIRouter()
 
     @router.get("/v1/models")
     async def models() -> Json:
-        return {"object": "list", "data": [_model(name) for name in backend.served_names()]}
+        return {"object": "list", "data": [_model(name) for name in backend.models.served_names()]}
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> Json:
-        backend.find(name)
+        backend.models.find(name)
         return _model(name)
 
     @router.post("/v1/chat/completions")
-    async def chat(body: ChatRequest) -> Response:
-        deltas = backend.sample(body.model, body.sample_request())
-        answer = Answer(body.model)
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        backend.models.find(body.model)  # an unknown name, before anything is tokenised
+        assert backend.tokenizer
+        asked = body.sample_request(backend.tokenizer)
+        rollout = request.path_params.get("rollout")
+        deltas = backend.sample(body.model, asked, rollout=rollout)
+        answer = Answer(body.model, asked.prompt_ids, tools=bool(body.tools))
         if body.stream:
             # The first delta is drawn before the status goes out, so that an error is a 4xx.
-            step, first = await anext(deltas)
-            answer.add(step, first)
+            first = answer.add(*await anext(deltas))
             usage = bool((body.stream_options or {}).get("include_usage"))
             events = _events(answer, first, deltas, usage=usage)
             return StreamingResponse(events, media_type="text/event-stream")
@@ -173,17 +193,13 @@ def _model(name: str) -> Json:
 
 
 async def _events(
-    answer: Answer, first: Delta, deltas: AsyncIterator[tuple[int, Delta]], *, usage: bool
+    answer: Answer, first: Json, deltas: AsyncIterator[tuple[int, Delta]], *, usage: bool
 ) -> AsyncIterator[str]:
-    yield _event(answer.chunk(first, first=True))
-    begun = {first.index}
+    yield _event(first)
     async for step, delta in deltas:
-        answer.add(step, delta)
-        yield _event(answer.chunk(delta, first=delta.index not in begun))
-        begun.add(delta.index)
+        yield _event(answer.add(step, delta))
     if usage:
-        tail = {**answer.head("chat.completion.chunk"), "choices": [], "usage": answer.usage()}
-        yield _event(tail)
+        yield _event(answer.tail())
     yield "data: [DONE]\n\n"
 
 

@@ -1,18 +1,13 @@
 """The shapes that clients send, checked where the bytes enter.
 
 Clients of every ART generation send more keys than we need; those of the model object are
-ignored, as upstream does, while settings inside it are honoured or refused by name.
+ignored, as upstream does, while settings inside it are honoured or refused by name (`settings`).
 """
 
 import re
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import pydantic
-
-from kit.config import ConfigT, validate
-from kit.errors import ConfigError
-from trainer.config import GrpoConfig, LoraConfig
-from trainer.errors import BadRequest, Unsupported
 
 # A name becomes a directory: no separators, no leading dot, no surprises.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -20,28 +15,61 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 Json = dict[str, Any]
 
 
+def _is_a_plain_name(value: str) -> str:
+    if not NAME.fullmatch(value):
+        raise ValueError("may hold only letters, digits, `.`, `_` and `-`")
+    return value
+
+
+def _are_groups(groups: list[Json]) -> list[Json]:
+    """Only the outline, so that nothing behind the routes meets a number where a list should be."""
+    for group in groups:
+        for trajectory in _objects(group, "trajectories"):
+            for history in (trajectory, *_objects(trajectory, "additional_histories")):
+                _objects(history, "messages_and_choices")
+        if not isinstance(group.get("exceptions") or [], list):
+            raise ValueError("hold `exceptions` that are no list")
+    return groups
+
+
+def _objects(holder: Json, key: str) -> list[Json]:
+    found = holder.get(key) or []
+    if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
+        raise ValueError(f"hold `{key}` that are no list of objects")
+    return found
+
+
+PlainName = Annotated[str, pydantic.AfterValidator(_is_a_plain_name)]
+Groups = Annotated[list[Json], pydantic.AfterValidator(_are_groups)]
+
+
 class ModelWire(pydantic.BaseModel):
     """ART's model object. Identity is (`project`, `name`)."""
 
     model_config = pydantic.ConfigDict(extra="ignore", populate_by_name=True)
 
-    name: str
-    project: str
+    name: PlainName
+    project: PlainName
     base_model: str | None = None
     trainable: bool = True
     internal_config: Json | None = pydantic.Field(None, alias="_internal_config")
 
-    @pydantic.field_validator("name", "project")
+    @pydantic.field_validator("internal_config")
     @classmethod
-    def _is_a_plain_name(cls, value: str) -> str:
-        if not NAME.fullmatch(value):
-            raise ValueError("may hold only letters, digits, `.`, `_` and `-`")
+    def _sections_are_objects(cls, value: Json | None) -> Json | None:
+        for name, part in (value or {}).items():
+            if name.endswith("_args") and not isinstance(part, dict | None):
+                raise ValueError(f"holds `{name}`, which is no object")
         return value
 
     def section(self, name: str) -> Json:
         """One part of the internal config, without the nulls that stand for absent."""
-        part = (self.internal_config or {}).get(name) or {}
-        return {key: value for key, value in part.items() if value is not None}
+        return without_nulls((self.internal_config or {}).get(name))
+
+
+def without_nulls(values: Json | None) -> Json:
+    """Clients send null for what they leave out."""
+    return {key: value for key, value in (values or {}).items() if value is not None}
 
 
 class PrepareRequest(pydantic.BaseModel):
@@ -51,56 +79,59 @@ class PrepareRequest(pydantic.BaseModel):
 
 class TrainRequest(pydantic.BaseModel):
     model: ModelWire
-    trajectory_groups: list[Json]
+    trajectory_groups: Groups
     config: Json = {}
     dev_config: Json = {}
     verbose: bool = False
 
 
-# Parts of the internal config, and the keys in each that the thin path understands.
-_SECTIONS = {
-    "init_args": {"max_seq_length"},
-    "engine_args": set[str](),
-    "trainer_args": {"learning_rate", "beta"},
-    "peft_args": {"r", "lora_alpha", "target_modules"},
-}
+class SftRequest(pydantic.BaseModel):
+    model: ModelWire
+    trajectories: list[Json]
+    config: Json = {}
+    verbose: bool = False
+
+    def as_step(self) -> TrainRequest:
+        """The same as a step of the other kind: what is journaled and trained is of one form."""
+        group = {"trajectories": self.trajectories}
+        config = {**self.config, "kind": "sft"}
+        return TrainRequest(
+            model=self.model, trajectory_groups=[group], config=config, verbose=self.verbose
+        )
 
 
-def check_internal_config(model: ModelWire) -> None:
-    """Refuse, by name, every setting that would otherwise be ignored."""
-    given = {
-        key: value for key, value in (model.internal_config or {}).items() if value is not None
-    }
-    unknown = [name for name in given if name not in _SECTIONS and given[name]]
-    for section, known in _SECTIONS.items():
-        unknown += [f"{section}.{key}" for key in model.section(section) if key not in known]
-    if unknown:
-        names = ", ".join(f"`{name}`" for name in unknown)
-        raise Unsupported(f"The model's internal config sets {names}, which this server lacks")
+class LogRequest(pydantic.BaseModel):
+    model: ModelWire
+    trajectory_groups: Groups
+    split: PlainName = "val"
 
 
-def lora_config(model: ModelWire, default: LoraConfig) -> LoraConfig:
-    """The LoRA a model asks for through `peft_args`, else the server's default."""
-    names = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
-    asked = {names[key]: value for key, value in model.section("peft_args").items()}
-    return _settings(LoraConfig, {**default.model_dump(), **asked}, "peft_args")
+class KeepRequest(pydantic.BaseModel):
+    model: ModelWire
+    steps_to_keep: list[int]
 
 
-def grpo_config(request: TrainRequest) -> GrpoConfig:
-    """The settings of one step, from all the places where clients put them.
+class S3Request(pydantic.BaseModel):
+    """Push or pull of a model's directory; `only_step` is for pulls alone."""
 
-    NAT always sends its own defaults in `config`, and what its user wrote only in the model's
-    `trainer_args`: those win. Generation 1 calls the KL coefficient `beta`.
-    """
-    asked = {**request.config, **request.dev_config, **request.model.section("trainer_args")}
-    if "beta" in asked:
-        asked["kl_penalty_coef"] = asked.pop("beta")
-    asked = {key: value for key, value in asked.items() if value is not None}
-    return _settings(GrpoConfig, asked, "the training config")
+    model: ModelWire
+    s3_bucket: PlainName | None = None
+    prefix: str | None = None
+    verbose: bool = False
+    delete: bool = False
+    only_step: int | Literal["latest"] | None = None
 
 
-def _settings(model: type[ConfigT], values: Json, source: str) -> ConfigT:
-    try:
-        return validate(model, values, source=source)
-    except ConfigError as error:
-        raise BadRequest(error.message, hint=error.hint) from error
+class ForkRequest(pydantic.BaseModel):
+    model: ModelWire
+    from_model: PlainName
+    from_project: PlainName | None = None
+    from_s3_bucket: PlainName | None = None
+    not_after_step: int | None = None
+    prefix: str | None = None
+    verbose: bool = False
+
+
+class DeployRequest(pydantic.BaseModel):
+    model: ModelWire
+    deploy_to: str

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# NVIDIA's guide from start to end on this machine: install, serve, `nat finetune`, and check what came of it.
+#
+#   ./run.sh [epochs]        2 by default; about two minutes on a laptop, most of it NAT's own start and polling
+#
+# HOST, PORT, OPENAI_PORT, STATE, TRAINER and NAT may be set in the environment. NAT itself asks port 8000 whether
+# the engine is there, so change OPENAI_PORT only if something answers there.
+set -euo pipefail
+cd "$(dirname "$0")"
+epochs=${1:-2}
+host=${HOST:-127.0.0.1} port=${PORT:-7623} openai=${OPENAI_PORT:-8000} state=${STATE:-$PWD/.tmp/art}
+trainer=${TRAINER:-../../.venv/bin/trainer} nat=${NAT:-.venv/bin/nat}
+
+[ -x "$trainer" ] || ../../scripts/install
+if [ ! -x "$nat" ]; then # NAT cannot live beside SkyPilot, so it has an environment of its own
+  export PATH="$PATH:$HOME/.local/bin:$PWD/../../.uv/bin"
+  uv venv --python 3.11 .venv
+  uv pip install --python .venv/bin/python --constraints ../../requirements/clients/nat-0.5.18.txt \
+    --editable '../..[nat]' --editable .
+fi
+
+mkdir -p .tmp
+"$trainer" serve --base-model tiny-random --host "$host" --port "$port" --openai-port "$openai" \
+  --state-dir "$state" >"$state.log" 2>&1 &
+server=$!
+trap 'kill $server 2>/dev/null; wait $server 2>/dev/null || true' EXIT
+for _ in $(seq 300); do
+  kill -0 $server 2>/dev/null || { cat "$state.log" >&2; exit 1; }
+  curl -sf "http://$host:$openai/v1/models" 2>/dev/null | grep -q tiny-random && break
+  sleep 0.5
+done
+
+# Above the level `warning` NAT 1.9 formats a config that holds itself, and fails.
+"$nat" --log-level warning finetune --config_file config.yml \
+  -o finetuning.num_epochs "$epochs" \
+  -o llms.training_llm.base_url "http://$host:$openai/v1" \
+  -o trainer_adapters.art_adapter.backend.ip "$host" \
+  -o trainer_adapters.art_adapter.backend.port "$port"
+
+# NAT exits 0 whatever happened: ask the server.
+python3 check.py "http://$host:$port" "http://$host:$openai" "$epochs"

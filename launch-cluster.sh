@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Launch a cluster, wait until its server is healthy, and say what comes next.
+#
+#   ./launch-cluster.sh                              sky/art.yaml as cluster `art`
+#   ./launch-cluster.sh sky/art-cpu.yaml -c test     another task, another name
+#   ./launch-cluster.sh --infra aws --gpus L4:1      any argument of `sky launch`
+#   ./launch-cluster.sh --local                      on this machine, without a cloud
+#
+# Settings and secrets come from .env (see .env.example). Safe to repeat.
+set -euo pipefail
+case "${1:-}" in -h | --help) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
+cd "$(dirname "$0")"
+scripts/install
+exec .venv/bin/launcher up "$@"

@@ -1,0 +1,76 @@
+"""What the laptop side reads from flags, the environment and `.env`."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, SecretStr
+
+from kit.config import Config
+from kit.settings import Env, gather, variables
+
+
+class Settings(Config):
+    """Settings of the launcher, and what it hands on to a task as envs and secrets."""
+
+    cluster: Annotated[str, Env("LAUNCHER_CLUSTER")] = Field(
+        "art", pattern=r"^[a-zA-Z]([-_.a-zA-Z0-9]*[a-zA-Z0-9])?$"
+    )
+    """Name of the cluster that a command works on."""
+    base_model: Annotated[str | None, Env("BASE_MODEL")] = None
+    """Model to train; the task's own `BASE_MODEL` when not given."""
+    port: Annotated[int, Env("ART_PORT")] = Field(7999, ge=1, le=65535)
+    """Port of the control API on the cluster."""
+    openai_port: Annotated[int, Env("ART_OPENAI_PORT")] = Field(8000, ge=1, le=65535)
+    """Port of the OpenAI API on the cluster."""
+    max_hours: Annotated[float | None, Env("ART_MAX_HOURS")] = Field(None, ge=0)
+    """Hours after which the server exits; the task's own when not given."""
+    idle_minutes: Annotated[float | None, Env("ART_IDLE_MINUTES")] = Field(None, ge=0)
+    """Minutes without work after which the server exits; the task's own when not given."""
+    bucket: Annotated[str | None, Env("ART_BUCKET")] = Field(None, pattern=r"^[a-z0-9]+://.+")
+    """Bucket that keeps the checkpoints, such as `s3://my-bucket`."""
+    langfuse_host: Annotated[str | None, Env("LANGFUSE_HOST")] = None
+    """Langfuse's address when it is not their cloud."""
+    hf_token: Annotated[SecretStr | None, Env("HF_TOKEN")] = None
+    """Token for gated models of the Hugging Face hub."""
+    wandb_api_key: Annotated[SecretStr | None, Env("WANDB_API_KEY")] = None
+    """Key of Weights & Biases."""
+    openpipe_api_key: Annotated[SecretStr | None, Env("OPENPIPE_API_KEY")] = None
+    """Key of OpenPipe."""
+    langfuse_public_key: Annotated[SecretStr | None, Env("LANGFUSE_PUBLIC_KEY")] = None
+    """Public key of Langfuse."""
+    langfuse_secret_key: Annotated[SecretStr | None, Env("LANGFUSE_SECRET_KEY")] = None
+    """Secret key of Langfuse."""
+    art_api_key: Annotated[SecretStr | None, Env("ART_API_KEY")] = None
+    """Bearer token of the server."""
+
+    def envs(self) -> dict[str, str]:
+        """What every task gets: the given ones of those that are no secret, and the ports."""
+        values = {name: getattr(self, field) for field, name in variables(Settings).items()}
+        own = {"LAUNCHER_CLUSTER", "ART_BUCKET"}  # for the laptop only
+        return {
+            name: format(value, "g") if isinstance(value, float) else str(value)
+            for name, value in values.items()
+            if value is not None and name not in own and not isinstance(value, SecretStr)
+        }
+
+    def secrets(self) -> dict[str, str]:
+        """The secrets that were given, by the name of their variable."""
+        values = {name: getattr(self, field) for field, name in variables(Settings).items()}
+        return {
+            name: value.get_secret_value()
+            for name, value in values.items()
+            if isinstance(value, SecretStr)
+        }
+
+
+OPTIONAL_SECRETS = frozenset(
+    name
+    for field, name in variables(Settings).items()
+    if "SecretStr" in str(Settings.model_fields[field].annotation)
+)
+"""Secrets that a task may declare and the user may leave out."""
+
+
+def read(*, cluster: str | None = None, env_file: Path | None = None) -> Settings:
+    """Settings from the flag `-c`, the environment and `.env`."""
+    return gather(Settings, flags={"cluster": cluster}, env_file=env_file)

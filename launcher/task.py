@@ -1,0 +1,110 @@
+"""`Task`: one YAML of `sky/`, with the envs and secrets that the user's settings give it."""
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kit.config import Location, read_yaml
+from kit.settings import read_env_file
+from launcher.errors import TaskError
+from launcher.settings import OPTIONAL_SECRETS, Settings
+
+# Of SkyPilot's keys those that `sky launch` acts on; `service` and `pool` it would ignore.
+KEYS: dict[str, type | tuple[type, ...]] = {
+    "name": str,
+    "workdir": str,
+    "num_nodes": int,
+    "resources": dict,
+    "file_mounts": dict,
+    "volumes": dict,
+    "config": dict,
+    "envs": dict,
+    "secrets": (dict, list),
+    "setup": str,
+    "run": str,
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to set up and run on a cluster. `config` is the YAML's mapping, without any secret."""
+
+    path: Path
+    config: Mapping[str, Any]
+    envs: Mapping[str, str]
+    secrets: Mapping[str, str] = field(repr=False)
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        settings: Settings,
+        *,
+        env_file: Path | None = None,
+        envs: Mapping[str, str] | None = None,
+    ) -> "Task":
+        """Read `path` and fill in its envs and secrets; `envs` win over the settings."""
+        config, lines = read_yaml(path)
+        _check(path, config, lines)
+        values = {**(config.get("envs") or {}), **settings.envs(), **(envs or {})}
+        if missing := [name for name, value in values.items() if value is None]:
+            raise TaskError(
+                f"`{path}` needs a value for `{missing[0]}`",
+                hint=f"Give it in the YAML, or with `--env {missing[0]}=VALUE`",
+            )
+        if settings.bucket:
+            config["file_mounts"] = {
+                **(config.get("file_mounts") or {}),
+                "~/sky_workdir/.art": {"source": settings.bucket, "mode": "MOUNT_CACHED"},
+            }
+        secrets = _secrets(path, config, settings, env_file)
+        config["secrets"] = dict.fromkeys(secrets)
+        return cls(path, config, {name: str(value) for name, value in values.items()}, secrets)
+
+    @property
+    def name(self) -> str:
+        return str(self.config.get("name") or self.path.stem)
+
+
+def _check(path: Path, config: Mapping[str, Any], lines: Mapping[Location, int]) -> None:
+    faults = []
+    for key, value in config.items():
+        at = f"line {lines[(key,)]}: " if (key,) in lines else ""
+        if key not in KEYS:
+            near = difflib.get_close_matches(str(key), KEYS, n=1)
+            faults.append(
+                f"{at}`{key}` is not a key of a task"
+                + (f", did you mean `{near[0]}`?" if near else "")
+            )
+        elif value is not None and not isinstance(value, KEYS[key]):
+            faults.append(f"{at}`{key}` cannot be `{value!r}`")
+    if not config.get("run"):
+        faults.append("`run` is required")
+    if faults:
+        count = f"{len(faults)} fault{'s' * (len(faults) > 1)}"
+        raise TaskError(f"`{path}` has {count}: " + "; ".join(faults))
+
+
+def _secrets(
+    path: Path, config: Mapping[str, Any], settings: Settings, env_file: Path | None
+) -> dict[str, str]:
+    """The values of the secrets that the task declares; ours may be left out, others may not."""
+    declared = config.get("secrets") or {}
+    if isinstance(declared, list):
+        declared = dict.fromkeys(declared)
+    if written := [name for name, value in declared.items() if value is not None]:
+        raise TaskError(
+            f"`{path}` holds the value of the secret `{written[0]}`",
+            hint=f"Write `{written[0]}: null` there, and the value into `.env`",
+        )
+    known = {**read_env_file(env_file), **os.environ, **settings.secrets()}
+    absent = [name for name in declared if not known.get(name) and name not in OPTIONAL_SECRETS]
+    if absent:
+        raise TaskError(
+            f"`{path}` needs the secret `{absent[0]}`",
+            hint=f"Set `{absent[0]}` in `.env` or in the environment",
+        )
+    return {name: known[name] for name in declared if known.get(name)}

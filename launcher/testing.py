@@ -1,0 +1,75 @@
+"""A provider that only remembers, for tests of what is built on one."""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from kit.manifest import write_manifest
+from launcher.errors import ClusterNotFound
+from launcher.provider import ClusterInfo, Run, RunStatus
+from launcher.task import Task
+
+
+@dataclass
+class FakeProvider:
+    """Clusters in a dictionary. `run` ends at once with `code`; `checkpoints` are what is there."""
+
+    code: int = 0
+    checkpoints: dict[str, bytes] = field(default_factory=dict)
+    """Content of the LoRA by the path of its checkpoint, `demo/models/m/checkpoints/0001`."""
+    port: int = 0
+    """Local port of whatever is tunnelled to."""
+    launched: list[tuple[str, Task, list[str]]] = field(default_factory=list)
+    started: list[dict[str, object]] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+    _runs: dict[str, list[Run]] = field(default_factory=dict)
+
+    def launch(self, name: str, task: Task, arguments: Sequence[str]) -> Run | None:
+        self.launched.append((name, task, list(arguments)))
+        if "--dryrun" in arguments:
+            return None
+        self._runs.setdefault(name, []).append(Run("1", task.name, RunStatus.RUNNING))
+        return self._runs[name][-1]
+
+    def clusters(self) -> list[ClusterInfo]:
+        return [ClusterInfo(name, "up", "nowhere") for name in self._runs]
+
+    def run(
+        self, name: str, command: str, envs: Mapping[str, str], secrets: Mapping[str, str]
+    ) -> Run:
+        runs = self.runs(name)
+        self.started.append({"command": command, "envs": envs, "secrets": secrets})
+        status = RunStatus.FAILED if self.code else RunStatus.SUCCEEDED
+        runs.append(Run(str(len(runs) + 1), "run", status))
+        return runs[-1]
+
+    def runs(self, name: str) -> list[Run]:
+        if name not in self._runs:
+            raise ClusterNotFound(f"There is no cluster `{name}`")
+        return self._runs[name]
+
+    def exit_code(self, name: str, run_id: str) -> int:
+        return self.code
+
+    def logs(self, name: str, run_id: str, *, follow: bool, tail: int, out: TextIO) -> None:
+        out.write(f"output of {run_id}\n")
+
+    def fetch(self, name: str, source: str, to: Path, *, checksum: bool) -> None:
+        self.runs(name)
+        for place, content in self.checkpoints.items():
+            path = to / place / "adapter_model.safetensors"
+            if checksum or not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+                write_manifest(path.parent, {"step": int(path.parent.name)})
+
+    @contextlib.contextmanager
+    def tunnel(self, name: str, ports: Mapping[int, int]) -> Iterator[Mapping[int, int]]:
+        self.runs(name)
+        yield {port: self.port or wanted or port for port, wanted in ports.items()}
+
+    def down(self, name: str) -> None:
+        self.ended.append(name)
+        self._runs.pop(name, None)

@@ -1,0 +1,56 @@
+"""Agents of three frameworks with a tool, against an engine that plays a model able to call it."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.environments import python_of, run_client
+from tests.serving import Serving
+
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+SCRIPT = [
+    # After the tool's answer: right and wrong in turn, so that there is something to learn.
+    {"when": "<tool_response>", "replies": ["The answer is 5.", "The answer is six."]},
+    {"when": "<tools>", "replies": [CALL]},
+]
+
+
+@pytest.fixture(scope="module")
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    directory = tmp_path_factory.mktemp("scripted")
+    script = directory / "script.json"
+    script.write_text(json.dumps(SCRIPT))
+    cache = str(tmp_path_factory.getbasetemp() / "art-cache")
+    program = ("trainer.testing", str(script))
+    with Serving(directory, "tiny-random", program=program, ART_CACHE=cache) as serving:
+        yield serving
+
+
+@pytest.mark.parametrize("framework", ["langgraph", "llamaindex", "adk"])
+def test_an_agent_with_a_tool_is_trained_by_its_rollouts(
+    scripted: Serving, framework: str, tmp_path: Path
+) -> None:
+    told = run_client(
+        python_of("agents"),
+        *("agents.py", framework, scripted.control, scripted.openai),
+        cwd=tmp_path,
+    )
+    assert told["calls"] == [[2, 3]] * 4
+    assert told["answers"] == ["The answer is 5.", "The answer is six."] * 2
+    assert told["turns"] == [2, 2]
+    assert told["steps"] == [1, 2]
+    assert told["metrics"]["data/retokenized"] == 0
+    assert told["metrics"]["loss/grad_norm"] > 0
+    # Both turns of both trajectories, one token a byte, and an end for each.
+    said = sum(len(CALL) + len(reply) + 2 for reply in SCRIPT[0]["replies"])
+    assert told["metrics"]["data/step_trainer_tokens"] == said
+    checkpoints = scripted.state / "contract" / "models" / framework / "checkpoints"
+    weights = {
+        json.loads((path / "manifest.json").read_text())["files"]["adapter_model.safetensors"][
+            "sha256"
+        ]
+        for path in checkpoints.iterdir()
+    }
+    assert len(weights) == 3

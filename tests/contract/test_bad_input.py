@@ -1,0 +1,128 @@
+"""Bad input is a sentence with a 4xx, before any byte of a stream; never a 500."""
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pydantic
+import pytest
+
+from tests.serving import Serving
+from trainer.config import ServerConfig
+from trainer.server.app import create_app
+from trainer.server.backend import Backend
+
+BASE = "tiny-random"
+MODEL = {"name": "bad-input", "project": "contract", "base_model": BASE}
+CHAT = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def prepared(server: Serving) -> Serving:
+    server.post("/register", MODEL)
+    server.post("/_prepare_backend_for_training", {"model": MODEL})
+    return server
+
+
+def group(*rewards: Any, choice: Any = None) -> dict[str, Any]:
+    turns = [CHAT["messages"][0], choice or {"finish_reason": "stop", "message": {}}]
+    return {"trajectories": [{"messages_and_choices": turns, "reward": r} for r in rewards]}
+
+
+TRAIN = {"model": MODEL, "trajectory_groups": []}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "says"),
+    [
+        ("/register", b"{", 422, "`body` JSON decode error"),
+        ("/register", b"\xff\xfe{}", 422, "body"),
+        ("/register", b"[" * 5000, 400, "nested deeper"),
+        ("/register", b"{}", 422, "`name`"),
+        ("/register", [], 422, "body"),
+        ("/register", {**MODEL, "_internal_config": {"peft_args": 3}}, 422, "`peft_args`"),
+        ("/nowhere", {}, 404, "/nowhere"),
+        ("/_get_step", {**MODEL, "name": "nobody"}, 404, "`nobody`"),
+        ("/_train_model", {**TRAIN, "model": {**MODEL, "name": "nobody"}}, 404, "`nobody`"),
+        ("/_train_model", {**TRAIN, "trajectory_groups": [{"trajectories": "x"}]}, 422, "no list"),
+        ("/_train_model", {**TRAIN, "trajectory_groups": [group(1, "a")]}, 400, "reward"),
+        ("/_train_model", {**TRAIN, "trajectory_groups": [group(1, None)]}, 400, "reward"),
+        ("/_train_model", {**TRAIN, "config": {"learning_rate": "x"}}, 400, "learning_rate"),
+        ("/_train_model", {**TRAIN, "dev_config": {"colour": "blue"}}, 400, "colour"),
+        ("/_log", {**TRAIN, "split": "../x"}, 422, "`split`"),
+        ("/_log", {**TRAIN, "trajectory_groups": [group("a")]}, 400, "`reward`"),
+        ("/_delete_checkpoint_files", {"model": MODEL, "steps_to_keep": "all"}, 422, "steps"),
+        ("/_delete_checkpoints?benchmark_smoothing=2", MODEL, 400, "`benchmark_smoothing`"),
+        ("/_experimental_deploy", {"model": MODEL, "deploy_to": "together"}, 400, "`together`"),
+        ("/_experimental_fork_checkpoint", {"model": MODEL, "from_model": "no"}, 404, "`no`"),
+        ("/_experimental_push_to_s3", {"model": MODEL}, 400, "bucket"),
+        ("/_experimental_pull_from_s3", {"model": MODEL, "s3_bucket": "../x"}, 422, "s3_bucket"),
+        ("/v1/chat/completions", {**CHAT, "model": "bad-input@99"}, 404, "`bad-input@99`"),
+        ("/v1/preview/training-jobs", {"model_id": "x~y", "trajectory_groups": []}, 404, "`y`"),
+        ("/v1/preview/models", {**MODEL, "name": "../x"}, 422, "`name`"),
+        (
+            "/v1/preview/models",
+            {**MODEL, "name": "new", "base_model": "other"},
+            409,
+            "`tiny-random`",
+        ),
+    ],
+)
+def test_a_bad_request_is_answered_with_a_sentence(
+    prepared: Serving, path: str, body: Any, status: int, says: str
+) -> None:
+    how = {"content": body} if isinstance(body, bytes) else {"json": body}
+    kind = {"Content-Type": "application/json"}
+    answer = httpx.post(prepared.control + path, timeout=60, headers=kind, **how)
+    assert (answer.status_code, says in answer.json()["detail"]) == (status, True), answer.text
+    assert answer.json()["error"]["message"] == answer.json()["detail"]
+    assert prepared.post("/_get_step", MODEL) == 0
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/preview/models/nobody~x/checkpoints",
+        "/v1/preview/models/..~x/checkpoints",
+        "/v1/preview/training-jobs/contract~bad-input~99/events",
+        "/v1/preview/training-jobs/contract~bad-input~x/events",
+        "/v1/models/nobody",
+        "/rollouts/nobody",
+    ],
+)
+def test_what_is_not_there_is_a_404(prepared: Serving, path: str) -> None:
+    answer = httpx.get(prepared.openai + path)
+    assert answer.status_code == 404 and answer.json()["detail"]
+
+
+def test_a_body_that_is_too_large_is_refused_by_its_length(prepared: Serving) -> None:
+    url = httpx.URL(prepared.control)
+    with socket.create_connection((url.host, url.port), timeout=10) as client:
+        client.sendall(b"POST /register HTTP/1.1\r\nHost: x\r\nContent-Length: 9999999999\r\n\r\n")
+        assert client.recv(64).startswith(b"HTTP/1.1 413")
+
+
+def test_the_models_length_limits_what_is_sampled(server: Serving) -> None:
+    short = {**MODEL, "name": "short", "_internal_config": {"init_args": {"max_seq_length": 64}}}
+    server.post("/register", short)
+    server.post("/_prepare_backend_for_training", {"model": short})
+    url = f"{server.openai}/v1/chat/completions"
+    fits = httpx.post(url, json={"model": "short", "messages": CHAT["messages"]}, timeout=60)
+    assert fits.json()["usage"]["total_tokens"] <= 64
+    long = {"model": "short", "messages": [{"role": "user", "content": "x" * 64}]}
+    refused = httpx.post(url, json=long)
+    assert refused.status_code == 400 and "`max_seq_length`" in refused.json()["detail"]
+
+
+async def test_with_require_key_even_loopback_needs_it(tmp_path: Path) -> None:
+    key = pydantic.SecretStr("secret")
+    config = ServerConfig(require_key=True, api_key=key, state_dir=str(tmp_path))
+    app = httpx.ASGITransport(create_app(config, Backend(config, openai_port=8000)))
+    async with httpx.AsyncClient(transport=app, base_url="http://127.0.0.1") as client:
+        assert (await client.get("/health")).status_code == 200
+        for path in ("/v1/models", "/rollouts/x", "/v1/preview/models/a~b/checkpoints"):
+            assert (await client.get(path)).status_code == 401
+        assert (await client.post("/register", json=MODEL)).status_code == 401
+        right = {"Authorization": "Bearer secret"}
+        assert (await client.get("/v1/models", headers=right)).status_code == 200

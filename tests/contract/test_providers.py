@@ -1,0 +1,158 @@
+"""What every provider does, real and fake; SkyPilot's is in e2e, on a real cluster."""
+
+import io
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kit.manifest import write_manifest
+from launcher.cluster import Cluster
+from launcher.errors import ClusterNotFound, LauncherError, TaskError
+from launcher.local_provider import LocalProvider
+from launcher.provider import STATE_DIR, Provider, RunStatus
+from launcher.settings import Settings
+from launcher.task import Task
+from launcher.testing import FakeProvider
+
+TASK = """
+name: demo
+workdir: work
+envs: {GREETING: hello}
+secrets: {HF_TOKEN: null}
+setup: |
+  set -e
+  echo "setup in $(basename "$PWD")"
+run: |
+  echo "$GREETING $HF_TOKEN $(ls)"
+  sleep 60
+"""
+
+
+@pytest.fixture
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
+    monkeypatch.chdir(tmp_path)
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "kept.txt").write_text("kept")
+    (work / "left.log").write_text("ignored")
+    (work / ".gitignore").write_text("*.log\n")
+    (tmp_path / "task.yaml").write_text(TASK)
+    monkeypatch.setenv("HF_TOKEN", "hf_x")
+    return Task.load(tmp_path / "task.yaml", Settings.model_validate({"hf_token": "hf_x"}))
+
+
+@pytest.fixture(params=["local", "fake"])
+def provider(request: pytest.FixtureRequest, tmp_path: Path) -> Provider:
+    return LocalProvider(tmp_path / "clusters") if request.param == "local" else FakeProvider()
+
+
+def wait(provider: Provider, run_id: str) -> RunStatus:
+    for _ in range(200):
+        (run,) = [run for run in provider.runs("art") if run.id == run_id]
+        if run.status.over:
+            return run.status
+        time.sleep(0.05)
+    raise AssertionError(f"run {run_id} did not end")
+
+
+def test_a_cluster_appears_runs_and_goes(provider: Provider, task: Task) -> None:
+    assert provider.clusters() == []
+    server = provider.launch("art", task, [])
+    assert server is not None
+    assert [cluster.name for cluster in provider.clusters()] == ["art"]
+    assert [(run.id, run.status) for run in provider.runs("art")] == [
+        (server.id, RunStatus.RUNNING)
+    ]
+    run = provider.run("art", "echo beside", {}, {})
+    assert wait(provider, run.id) is RunStatus.SUCCEEDED
+    assert provider.exit_code("art", run.id) == 0
+    provider.down("art")
+    provider.down("art")
+    assert provider.clusters() == []
+
+
+def test_a_cluster_that_is_not_there_is_named(provider: Provider) -> None:
+    for call in (
+        lambda: provider.runs("art"),
+        lambda: provider.run("art", "true", {}, {}),
+        lambda: provider.fetch("art", STATE_DIR, Path("x"), checksum=False),
+        lambda: provider.tunnel("art", {1: 1}).__enter__(),
+    ):
+        with pytest.raises(ClusterNotFound, match="`art`"):
+            call()
+
+
+@pytest.fixture
+def local(tmp_path: Path, task: Task) -> Iterator[LocalProvider]:
+    provider = LocalProvider(tmp_path / "clusters")
+    provider.launch("art", task, [])
+    yield provider
+    provider.down("art")
+
+
+def test_local_syncs_sets_up_and_hands_over_envs_and_secrets(local: LocalProvider) -> None:
+    out = io.StringIO()
+    for _ in range(100):
+        out = io.StringIO()
+        local.logs("art", "1", follow=False, tail=0, out=out)
+        if "kept.txt" in out.getvalue():
+            break
+        time.sleep(0.05)
+    assert out.getvalue() == "setup in sky_workdir\nhello hf_x kept.txt\n"
+    local.down("art")
+    assert not list(local.root.iterdir())
+
+
+def test_local_ends_the_processes_of_its_runs(local: LocalProvider) -> None:
+    pid = int((local.root / "art/runs/1/pid").read_text().split()[0])
+    local.down("art")
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_local_tells_the_exit_code_and_follows_to_the_end(local: LocalProvider) -> None:
+    run = local.run("art", "echo one; sleep 0.3; echo two; exit 7", {}, {})
+    out = io.StringIO()
+    local.logs("art", run.id, follow=True, tail=0, out=out)
+    assert out.getvalue() == "one\ntwo\n"
+    assert Cluster("art", provider=local, settings=Settings()).wait(run, every=0.05) == 7
+    out = io.StringIO()
+    local.logs("art", run.id, follow=False, tail=1, out=out)
+    assert out.getvalue() == "two\n"
+    local.down("art")
+
+
+def test_local_pulls_finished_checkpoints_only(local: LocalProvider, tmp_path: Path) -> None:
+    checkpoints = local.root / "art/home" / STATE_DIR / "p/models/m/checkpoints"
+    for name in ("0001", ".0002-half"):
+        (checkpoints / name).mkdir(parents=True)
+        (checkpoints / name / "lora").write_text("x")
+    write_manifest(checkpoints / "0001", {"step": 1})
+    cluster = Cluster("art", provider=local, settings=Settings())
+    (pulled,) = cluster.pull(tmp_path / "home")
+    assert (pulled.step, pulled.new) == (1, True)
+    assert not list((tmp_path / "home").rglob(".0002*"))
+    assert [it.new for it in cluster.down(tmp_path / "home")] == [False]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("resources: {accelerators: 'H100:1'}", "GPUs"),
+        ("num_nodes: 2", "2 nodes"),
+        ("file_mounts: {~/x: {source: s3://b, mode: MOUNT_CACHED}}", "the bucket at `~/x`"),
+        ("volumes: {/mnt: v}", "`volumes`"),
+    ],
+)
+def test_local_refuses_by_name_what_it_cannot_give(
+    task: Task, tmp_path: Path, change: str, named: str
+) -> None:
+    task.path.write_text(TASK + change)
+    with pytest.raises(TaskError, match=named):
+        LocalProvider(tmp_path / "c").launch("art", Task.load(task.path, Settings()), [])
+    with pytest.raises(LauncherError, match="--gpus"):
+        LocalProvider(tmp_path / "c").launch("art", task, ["--gpus", "L4"])
+    assert LocalProvider(tmp_path / "c").clusters() == []

@@ -1,0 +1,28 @@
+"""SkyPilot's own parser reads the arguments that are not ours."""
+
+import pytest
+
+from launcher.errors import LauncherError
+
+# SkyPilot warns about its own dependencies on import.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_the_task_is_found_among_arguments_of_sky_launch() -> None:
+    from launcher.sky_provider import split_arguments
+
+    given = ["--infra", "slurm/lab", "sky/art-cpu.yaml", "--dryrun", "-i", "5"]
+    rest = ["--infra", "slurm/lab", "--dryrun", "-i", "5"]
+    assert split_arguments(given) == (["sky/art-cpu.yaml"], rest)
+    assert split_arguments(["--name", "x.yaml", "x.yaml"]) == (
+        ["x.yaml"],
+        ["--name", "x.yaml"],
+    )
+
+
+def test_an_argument_that_sky_launch_does_not_know_is_refused_by_name() -> None:
+    from launcher.sky_provider import split_arguments
+
+    with pytest.raises(LauncherError, match="--nonsense") as error:
+        split_arguments(["--nonsense"])
+    assert error.value.hint == "See what it takes with `sky launch --help`"

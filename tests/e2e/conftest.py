@@ -1,0 +1,181 @@
+"""A laptop with a fresh clone and an empty home, here or in front of a real Slurm cluster."""
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+LAB = Path("/tmp/art-slurm-lab")
+SECRET = f"hf_{secrets.token_hex(16)}"
+
+
+@dataclass(frozen=True)
+class Laptop:
+    """Runs bash commands in a clone of the repository, as its user would."""
+
+    clone: Path
+    prefix: tuple[str, ...]
+    environment: Mapping[str, str]
+    target: str
+    """Options that lead a launcher command to the cluster."""
+    ports: tuple[int, int]
+    """Where the server is reached on this machine."""
+    secret: str = SECRET
+    """What HF_TOKEN is in its `.env`."""
+
+    def run(self, command: str, *, code: int = 0) -> str:
+        """Return stdout of `command`; what it told on stderr is in the failure."""
+        done = subprocess.run(
+            [*self.prefix, command],
+            cwd=self.clone,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == code, f"{command}\n{done.stdout}\n{done.stderr}"
+        assert SECRET not in done.stdout + done.stderr, f"{command} tells a secret"
+        return done.stdout
+
+    @contextmanager
+    def tunnel(self) -> Iterator[str]:
+        """Hold `launcher tunnel` open, and give the exports that it prints."""
+        options = f"{self.target} --port {self.ports[0]} --openai-port {self.ports[1]}"
+        process = subprocess.Popen(
+            [*self.prefix, f"exec .venv/bin/launcher tunnel {options}"],
+            cwd=self.clone,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            assert process.stdout is not None
+            exports = [process.stdout.readline().strip() for _ in range(2)]
+            assert all(line.startswith("export ") for line in exports), exports
+            yield "; ".join(exports)
+        finally:
+            os.killpg(process.pid, signal.SIGINT)
+            process.communicate(timeout=60)
+
+
+@pytest.fixture
+def train_two_steps() -> Callable[[Laptop], None]:
+    """The real openpipe-art client registers, rolls out and trains through the tunnel."""
+
+    def train(laptop: Laptop) -> None:
+        with laptop.tunnel() as exports:
+            told = laptop.run(
+                # Importing the client would ask the internet for a list of prices.
+                f"{exports}; export LITELLM_LOCAL_MODEL_COST_MAP=True; "
+                ".venv/bin/python tests/e2e/train_two_steps.py e2e tiny ../base"
+            )
+        steps = json.loads(told.splitlines()[-1])
+        assert [step["step"] for step in steps] == [1, 2]
+        assert all(step["grad_norm"] > 0 for step in steps)
+
+    return train
+
+
+@pytest.fixture
+def pull_home() -> Callable[[Laptop, str], None]:
+    """`launcher pull` brings home what `there` (lines of `sha256sum`) lists, and once only."""
+
+    def pull(laptop: Laptop, there: str) -> None:
+        pulled = json.loads(laptop.run(f".venv/bin/launcher pull{laptop.target} --json"))
+        assert [(it["model"], it["step"], it["new"]) for it in pulled] == [
+            ("tiny", step, True) for step in range(3)
+        ]
+        here = laptop.run("cd checkpoints && find . -type f -exec sha256sum {} +")
+        assert sorted(here.splitlines()) == sorted(there.splitlines())
+        again = json.loads(laptop.run(f".venv/bin/launcher pull{laptop.target} --json"))
+        assert not any(it["new"] for it in again)
+
+    return pull
+
+
+@pytest.fixture
+def run_beside() -> Callable[[Laptop], None]:
+    """`launcher run` starts a command beside the server, in its environment."""
+
+    def run(laptop: Laptop) -> None:
+        command = (
+            'test "$(command -v trainer)" = "$PWD/.venv/bin/trainer"; echo $ART_BASE_URL; exit 3'
+        )
+        told = laptop.run(f".venv/bin/launcher run{laptop.target} --wait '{command}'", code=3)
+        assert "http://127.0.0.1:" in told
+        runs: list[Any] = json.loads(
+            laptop.run(f".venv/bin/launcher ls{laptop.target} -c art --json")
+        )
+        assert [run["status"] for run in runs][-2:] == ["running", "failed"]
+        last = laptop.run(f".venv/bin/launcher logs {runs[-1]['id']}{laptop.target} --no-follow")
+        assert "http://127.0.0.1:" in last
+
+    return run
+
+
+@pytest.fixture
+def local_laptop(tmp_path: Path) -> Iterator[Laptop]:
+    """A clone on this machine with an empty home, for `--local`."""
+    clone, home = tmp_path / "clone", tmp_path / "home"
+    home.mkdir()
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=REPOSITORY, check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    for name in filter(None, listed.split("\0")):
+        if (REPOSITORY / name).is_file():
+            (clone / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPOSITORY / name, clone / name)
+    ports = free_ports()
+    write_env(clone, ports)
+    own = str(Path(os.environ.get("VIRTUAL_ENV", "/nowhere")) / "bin")
+    environment = {
+        **{name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"},
+        "HOME": str(home),
+        "PATH": ":".join(part for part in os.environ["PATH"].split(":") if part != own),
+    }
+    laptop = Laptop(clone, ("bash", "-euo", "pipefail", "-c"), environment, " --local", ports)
+    yield laptop
+    if (clone / ".venv/bin/launcher").exists():
+        laptop.run(".venv/bin/launcher down --local --discard --yes")
+
+
+@pytest.fixture(scope="session")
+def slurm_laptop() -> Iterator[Laptop]:
+    """A clone in the home of a user whose only cloud is a Slurm cluster, made for this session."""
+    script = str(REPOSITORY / "tests/lab/slurm.sh")
+    try:
+        up = subprocess.run([script, "up"], capture_output=True, text=True)
+        assert up.returncode == 0, up.stdout + up.stderr
+        clone = LAB / "home/artdev/art-cluster"
+        write_env(clone, free_ports())
+        yield Laptop(clone, (str(LAB / "as-dev"),), os.environ, "", free_ports())
+    finally:
+        subprocess.run([script, "down"], check=True)
+
+
+def write_env(clone: Path, ports: tuple[int, int]) -> None:
+    """Ports that are free here (one machine plays both sides), and a secret to look for."""
+    text = f"ART_PORT={ports[0]}\nART_OPENAI_PORT={ports[1]}\nHF_TOKEN={SECRET}\n"
+    (clone / ".env").write_text(text)
+    (clone / ".env").chmod(0o644)
+
+
+def free_ports() -> tuple[int, int]:
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("127.0.0.1", 0))
+        other.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1]), int(other.getsockname()[1])

@@ -1,0 +1,46 @@
+"""What a user's training script does: the real openpipe-art client, two steps over HTTP.
+
+    ART_BASE_URL=... OPENAI_BASE_URL=... python tests/e2e/train_two_steps.py PROJECT NAME BASE_PATH
+
+Prints the steps and their losses as JSON.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from typing import Any
+
+from art import TrainableModel, Trajectory, TrajectoryGroup
+
+from trainer.client import ArtBackend
+
+
+async def rollout(model: Any, client: Any, reward: float) -> Trajectory:
+    messages: Any = [{"role": "user", "content": "Say yes or no."}]
+    completion = await client.chat.completions.create(
+        model=model.get_inference_name(), messages=messages, max_tokens=8, logprobs=True
+    )
+    return Trajectory(messages_and_choices=[*messages, completion.choices[0]], reward=reward)
+
+
+async def train(project: str, name: str, base_path: str) -> list[dict[str, float]]:
+    backend = ArtBackend(os.environ["ART_BASE_URL"])
+    model: TrainableModel[Any, Any] = TrainableModel(
+        name=name, project=project, base_model="tiny-random", base_path=base_path
+    )
+    await model.register(backend)
+    # The server names the port it listens on; through a tunnel it has another one here.
+    model.inference_base_url = os.environ["OPENAI_BASE_URL"]
+    client = model.openai_client()
+    told = []
+    for _ in range(2):
+        group = TrajectoryGroup([await rollout(model, client, float(i % 2)) for i in range(4)])
+        result = await backend.train(model, [group], learning_rate=1e-3)
+        told.append({"step": result.step, "grad_norm": result.metrics["loss/grad_norm"]})
+    await backend.close()
+    return told
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(asyncio.run(train(*sys.argv[1:]))) + "\n")

@@ -1,0 +1,65 @@
+"""Environments of the clients under test: made once, kept in `.cache/envs`, found by their pins."""
+
+import fcntl
+import hashlib
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+CLIENTS = Path(__file__).parent / "contract" / "clients"
+
+
+def python_of(name: str, *editable: str) -> Path:
+    """The Python of `requirements/clients/NAME.txt`, with our package and `editable` ones."""
+    pins = ROOT / "requirements" / "clients" / f"{name}.txt"
+    packages = [str(ROOT), *(str(ROOT / path) for path in editable)]
+    projects = [(Path(package) / "pyproject.toml").read_bytes() for package in packages]
+    key = hashlib.sha256(b"".join([pins.read_bytes(), *projects, *map(str.encode, packages)]))
+    directory = ROOT / ".cache" / "envs" / f"{name}-{key.hexdigest()[:12]}"
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with directory.with_name(f"{directory.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another test session may be making it
+        if not (directory / "installed").is_file():
+            _make(directory, pins, packages)
+    return directory / "bin" / "python"
+
+
+def _make(directory: Path, pins: Path, packages: list[str]) -> None:
+    environment = {k: v for k, v in os.environ.items() if k not in ("UV_FIND_LINKS", "VIRTUAL_ENV")}
+    editable = [argument for package in packages for argument in ("--editable", package)]
+    for command in (
+        ["uv", "venv", "--quiet", "--clear", "--python", "3.11", str(directory)],
+        [
+            *("uv", "pip", "install", "--quiet", "--no-deps"),
+            *("--python", str(directory / "bin" / "python"), "--requirements", str(pins)),
+            *editable,
+        ],
+    ):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    (directory / "installed").touch()
+
+
+def run_client(python: Path, script: str, *arguments: str, cwd: Path, timeout: float = 300) -> Any:
+    """Run a client script; what it prints last is its result, as JSON."""
+    done = subprocess.run(
+        [str(python), str(CLIENTS / script), *arguments],
+        cwd=cwd,
+        env=client_environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def client_environment() -> dict[str, str]:
+    """Of a client on a machine without accounts: nothing may leave loopback."""
+    quiet = {"WANDB_MODE": "disabled", "WEAVE_DISABLED": "true", "DO_NOT_TRACK": "1"}
+    # Compiled once: these packages take many seconds to import otherwise.
+    ours = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    return {**ours, **quiet, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,79 @@
+"""A real `trainer serve` on loopback, with its real engine and learner, for tests."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Serving:
+    """`with Serving(directory, "tiny-random") as serving:`; `start` again after a kill."""
+
+    def __init__(
+        self,
+        directory: Path,
+        base_model: str,
+        *arguments: str,
+        program: tuple[str, ...] = ("trainer", "serve"),
+        host: str = "127.0.0.1",
+        openai_port: int | None = None,
+        **environment: str,
+    ) -> None:
+        self.state = directory / ".art"
+        self.log = directory / "server.log"
+        self.process: subprocess.Popen[bytes]
+        ports = free_port(), openai_port or free_port()
+        self.control, self.openai = (f"http://{host}:{port}" for port in ports)
+        self._directory = directory
+        self._environment = environment
+        self._command = [
+            *(sys.executable, "-m", *program, "--base-model", base_model, "--host", host),
+            *("--port", str(ports[0]), "--openai-port", str(ports[1])),
+            *("--state-dir", str(self.state), *arguments),
+        ]
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(30)
+
+    def start(self, *, wait_s: float = 180) -> None:
+        """Start the server and wait until it serves its base model."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **self._environment}
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self._command, cwd=self._directory, env=environment, stdout=log, stderr=log
+            )
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                if httpx.get(f"{self.openai}/v1/models").json()["data"]:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.1)
+        raise RuntimeError(f"the server did not come up: {self.log.read_text()}")
+
+    def post(self, path: str, body: Any) -> Any:
+        """Call the control API; an error's sentence is the exception's."""
+        response = httpx.post(self.control + path, json=body, timeout=120)
+        if response.is_error:
+            raise AssertionError(f"{path}: {response.status_code} {response.text}")
+        return response.json()

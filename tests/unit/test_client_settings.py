@@ -1,0 +1,140 @@
+"""Settings in requests: each acts, or is refused by its name."""
+
+from typing import Any
+
+import pydantic
+import pytest
+
+from trainer.config import LoraConfig, ServerConfig
+from trainer.errors import BadRequest, Unsupported
+from trainer.server.settings import (
+    check_internal_config,
+    grpo_config,
+    inference_key,
+    lora_config,
+    max_seq_length,
+)
+from trainer.server.wire import ModelWire, TrainRequest
+
+
+def model(**internal: Any) -> ModelWire:
+    return ModelWire.model_validate(
+        {"name": "m", "project": "p", "base_model": "b", "_internal_config": internal}
+    )
+
+
+def step(config: Any = None, dev_config: Any = None, **internal: Any) -> Any:
+    request = TrainRequest(
+        model=model(**internal),
+        trajectory_groups=[],
+        config=config or {},
+        dev_config=dev_config or {},
+    )
+    return grpo_config(request)
+
+
+def test_what_nat_sends_for_the_guides_yaml_is_taken() -> None:
+    wire = model(
+        init_args={"max_seq_length": 1024, "dtype": None},
+        engine_args={"gpu_memory_utilization": 0.9, "tensor_parallel_size": 1},
+        trainer_args={"learning_rate": 1e-6, "beta": 0.1},
+    )
+    check_internal_config(wire)
+    assert max_seq_length(wire) == 1024
+    check_internal_config(model(init_args=None, engine_args=None, trainer_args=None))
+
+
+def test_the_yaml_wins_over_nats_defaults_and_a_steps_own_settings_over_both() -> None:
+    nat = {"learning_rate": 5e-5, "kl_penalty_coef": 0.0}
+    yaml = {"learning_rate": 1e-6, "beta": 0.1}
+    asked = step(nat, trainer_args=yaml)
+    assert (asked.learning_rate, asked.kl_penalty_coef) == (1e-6, 0.1)
+    assert step(nat, {"learning_rate": 3e-4, "ppo": None}, trainer_args=yaml).learning_rate == 3e-4
+    assert step({"learning_rate": 1e-4, "beta": 0.2}).kl_penalty_coef == 0.2
+
+
+def test_the_models_length_limits_its_trajectories() -> None:
+    sections = {"init_args": {"max_seq_length": 512}, "engine_args": {"max_model_len": 256}}
+    assert step(**sections).max_seq_length == 256
+    assert step().max_seq_length is None
+
+
+@pytest.mark.parametrize(
+    ("internal", "named"),
+    [
+        ({"init_args": {"load_in_4bit": True}}, "init_args.load_in_4bit"),
+        ({"engine_args": {"tensor_parallel_size": 2}}, "engine_args.tensor_parallel_size"),
+        ({"engine_args": {"swap_space": 4}}, "engine_args.swap_space"),
+        ({"trainer_args": {"optim": "sgd"}}, "trainer_args.optim"),
+        ({"peft_args": {"lora_dropout": 0.1}}, "peft_args.lora_dropout"),
+        ({"torchtune_args": {"tensor_parallel_dim": 2}}, "torchtune_args.tensor_parallel_dim"),
+        ({"trainer_gpu_ids": [0]}, "trainer_gpu_ids"),
+        ({"tinker_args": {"renderer_name": "x"}}, "tinker_args"),
+    ],
+)
+def test_a_setting_that_would_be_ignored_is_refused_by_name(internal: Any, named: str) -> None:
+    with pytest.raises(Unsupported, match=f"`{named}`"):
+        check_internal_config(model(**internal))
+
+
+@pytest.mark.parametrize(
+    "internal",
+    [
+        {"trainer_args": {"learning_rate": -1}},
+        {"trainer_args": {"learning_rate": "fast"}},
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_at_registration(internal: Any) -> None:
+    with pytest.raises(BadRequest):
+        check_internal_config(model(**internal))
+
+
+def test_a_section_that_is_no_object_is_refused() -> None:
+    with pytest.raises(pydantic.ValidationError, match="`init_args`"):
+        model(init_args=[1])
+
+
+def test_peft_args_shape_the_lora() -> None:
+    asked = model(
+        peft_args={"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "random_state": 3}
+    )
+    assert lora_config(asked, LoraConfig()) == LoraConfig(
+        rank=4, alpha=8, targets=("q_proj",), seed=3
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        (None, "default"),
+        ({"server_args": None, "engine_args": None}, "default"),
+        ({"server_args": {"api_key": "k", "host": "127.0.0.1", "port": 8000}}, "k"),
+        ({"server_args": {"tool_call_parser": "hermes"}}, "default"),
+    ],
+)
+def test_the_clients_own_key_is_the_one_it_is_told(config: Any, key: str) -> None:
+    assert inference_key(config, ServerConfig(), 8000) == key
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"server_args": {"port": 8001}}, "server_args.port"),
+        ({"server_args": {"host": "0.0.0.0"}}, "server_args.host"),
+        ({"server_args": {"chat_template": "x"}}, "server_args.chat_template"),
+        ({"log_file": "/tmp/x"}, "log_file"),
+        ({"engine_args": {"dtype": "half"}}, "engine_args.dtype"),
+    ],
+)
+def test_what_the_inference_server_cannot_become_is_refused_by_name(
+    config: Any, named: str
+) -> None:
+    with pytest.raises(Unsupported, match=f"`{named}`"):
+        inference_key(config, ServerConfig(), 8000)
+
+
+def test_where_a_key_is_needed_it_is_told_and_no_other_is_taken() -> None:
+    server = ServerConfig(require_key=True, api_key=pydantic.SecretStr("real"))
+    assert inference_key(None, server, 8000) == "real"
+    with pytest.raises(BadRequest, match="not this server's key"):
+        inference_key({"server_args": {"api_key": "other"}}, server, 8000)

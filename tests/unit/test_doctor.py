@@ -1,0 +1,67 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.doctor import examine
+from trainer.errors import NotFound
+from trainer.runs import find_run, runs
+
+HEALTHY = {
+    "num_gradient_steps": 1.0,
+    "data/retokenized": 0.0,
+    "data/step_num_trajectories": 8.0,
+    "data/step_num_groups_submitted": 4.0,
+    "data/step_num_groups_trainable": 4.0,
+    "data/step_num_truncated": 0.0,
+    "loss/sampler_kl": 0.001,
+    "loss/learning_rate": 1e-5,
+    "loss/entropy": 1.0,
+    "canary/logprob_difference": 0.01,
+}
+
+
+def write(state: Path, name: str, *rows: dict[str, Any]) -> None:
+    directory = state / "project" / "models" / name
+    directory.mkdir(parents=True)
+    (directory / "history.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
+    write(tmp_path, "run", HEALTHY, HEALTHY)
+    assert examine(find_run(tmp_path, None)) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"data/retokenized": 4.0}, "50% of the trajectories hold choices"),
+        ({"data/step_num_groups_trainable": 1.0}, "Only 25% of the groups teach anything"),
+        ({"data/step_num_truncated": 8.0}, "100% of the trajectories were cut off"),
+        ({"loss/sampler_kl": 0.5}, "far from the policy"),
+        ({"canary/logprob_difference": 1.0}, "Engine and learner differ by 1.00"),
+        ({"loss/learning_rate": 1e-9}, "learning rate is 1.0e-09, too small"),
+        ({"loss/entropy": 0.001}, "collapsed"),
+    ],
+)
+def test_each_cause_is_named(tmp_path: Path, change: dict[str, float], says: str) -> None:
+    write(tmp_path, "run", HEALTHY | change)
+    (finding,) = examine(find_run(tmp_path, "run"))
+    assert says in finding.problem and finding.hint
+
+
+def test_the_likeliest_cause_comes_first(tmp_path: Path) -> None:
+    bad = {"loss/learning_rate": 1e-9, "data/retokenized": 8.0}
+    write(tmp_path, "run", HEALTHY | bad)
+    first, second = examine(find_run(tmp_path, "project/run"))
+    assert "did not sample" in first.problem and "learning rate" in second.problem
+
+
+def test_a_run_without_steps_and_a_run_that_is_not_there_are_told(tmp_path: Path) -> None:
+    write(tmp_path, "new")
+    (finding,) = examine(find_run(tmp_path, "new"))
+    assert "has not trained a step yet" in finding.problem
+    with pytest.raises(NotFound, match="no run `old`"):
+        find_run(tmp_path, "old")
+    assert [run.name for run in runs(tmp_path)] == ["new"]

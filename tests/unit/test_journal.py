@@ -1,0 +1,35 @@
+from pathlib import Path
+
+from trainer.server.journal import Journal, Request, digest
+
+REQUEST = Request(3, "abc", "tiny-random", {"name": "m", "project": "p"}, [{"x": 1}], {})
+
+
+def test_a_request_is_pending_from_its_begin_until_its_delivery(tmp_path: Path) -> None:
+    assert Journal(tmp_path).pending() is None
+    Journal(tmp_path).begin(REQUEST)
+    assert Journal(tmp_path).pending() == REQUEST
+    Journal(tmp_path).delivered()
+    assert Journal(tmp_path).pending() is None
+
+
+def test_a_new_request_starts_without_the_rows_of_the_last(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.begin(REQUEST)
+    journal.row({"loss": 1.0})
+    journal.row({"loss": 0.5})
+    assert journal.rows() == [{"loss": 1.0}, {"loss": 0.5}]
+    journal.begin(REQUEST)
+    assert journal.rows() == []
+
+
+def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.row({"loss": 1.0})
+    with (tmp_path / "journal.rows.jsonl").open("a") as file:
+        file.write('{"loss": 0.')
+    assert journal.rows() == [{"loss": 1.0}]
+
+
+def test_the_digest_is_of_the_body_whatever_the_order_of_its_keys() -> None:
+    assert digest({"a": 1, "b": [2]}) == digest({"b": [2], "a": 1}) != digest({"a": 1, "b": [3]})

@@ -1,0 +1,188 @@
+import http.server
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from kit.cli import show_error
+from kit.errors import KitError
+from launcher.cli import cli
+from launcher.provider import Provider
+from launcher.testing import FakeProvider
+
+TASK = "name: demo\nenvs: {BASE_MODEL: tiny-random}\nsecrets: {HF_TOKEN: null}\nrun: serve\n"
+CHECKPOINT = "demo/models/m/checkpoints/0001"
+Invoke = Callable[..., Result]
+
+
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def healthy_port() -> Iterator[int]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
+@pytest.fixture
+def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
+    """Run `launcher` in a folder with one task; errors are told as the program tells them."""
+    monkeypatch.chdir(tmp_path)
+    Path("task.yaml").write_text(TASK)
+
+    def run(*arguments: str, provider: Provider) -> Result:
+        result = CliRunner(mix_stderr=False).invoke(cli, arguments, obj=provider)
+        if isinstance(result.exception, KitError):
+            with CliRunner(mix_stderr=False).isolation() as (_, err):
+                show_error(result.exception)
+                assert err is not None
+                result.stderr_bytes = err.getvalue()
+        return result
+
+    return run
+
+
+@pytest.fixture
+def provider(healthy_port: int, invoke: Invoke) -> FakeProvider:
+    """A provider with the cluster `art` up."""
+    provider = FakeProvider(port=healthy_port)
+    assert invoke("up", "task.yaml", provider=provider).exit_code == 0
+    return provider
+
+
+def test_up_waits_for_health_and_ends_with_the_next_command(
+    invoke: Invoke, healthy_port: int
+) -> None:
+    result = invoke("up", "task.yaml", "-c", "mine", provider=FakeProvider(port=healthy_port))
+    assert result.exit_code == 0
+    assert "Cluster `mine` is up and its server is healthy" in result.stderr
+    assert "launcher tunnel -c mine" in result.stderr
+
+
+def test_up_twice_starts_one_server(invoke: Invoke, provider: FakeProvider) -> None:
+    assert invoke("up", "task.yaml", provider=provider).exit_code == 0
+    assert len(provider.launched) == 1
+
+
+def test_env_of_the_command_line_wins_over_the_environment(
+    invoke: Invoke, healthy_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BASE_MODEL", "from-environment")
+    provider = FakeProvider(port=healthy_port)
+    invoke("up", "task.yaml", "--env", "BASE_MODEL=from-flag", provider=provider)
+    assert provider.launched[0][1].envs["BASE_MODEL"] == "from-flag"
+    assert invoke("up", "task.yaml", "--env", "BASE_MODEL", provider=provider).exit_code == 2
+
+
+def test_run_on_a_missing_cluster_says_what_to_do_next(invoke: Invoke) -> None:
+    result = invoke("run", "-c", "nope", "true", provider=FakeProvider())
+    assert result.exit_code == 1
+    assert result.stderr.endswith("hint: List clusters with `launcher ls`\n")
+
+
+def test_run_prints_its_id_and_knows_the_server(invoke: Invoke, provider: FakeProvider) -> None:
+    result = invoke("run", "python", "train.py", "--steps", "3", provider=provider)
+    assert (result.exit_code, result.stdout) == (0, "2\n")
+    started = provider.started[0]
+    assert str(started["command"]).endswith("\npython train.py --steps 3")
+    assert started["envs"] == {
+        "ART_BASE_URL": "http://127.0.0.1:7999",
+        "OPENAI_BASE_URL": "http://127.0.0.1:8000/v1",
+    }
+
+
+def test_run_wait_gives_the_exit_code_of_the_command(
+    invoke: Invoke, provider: FakeProvider
+) -> None:
+    provider.code = 3
+    result = invoke("run", "--wait", "false", provider=provider)
+    assert (result.exit_code, result.stdout) == (3, "output of 2\n")
+
+
+def test_logs_of_a_run_that_is_not_there_name_it(invoke: Invoke, provider: FakeProvider) -> None:
+    assert invoke("logs", provider=provider).stdout == "output of 1\n"
+    result = invoke("logs", "7", provider=provider)
+    assert result.exit_code == 1
+    assert "Cluster `art` has no run `7`" in result.stderr
+
+
+def test_ls_lists_clusters_or_the_runs_of_one(invoke: Invoke, provider: FakeProvider) -> None:
+    clusters = json.loads(invoke("ls", "--json", provider=provider).stdout)
+    assert clusters == [{"name": "art", "status": "up", "where": "nowhere"}]
+    runs = json.loads(invoke("ls", "-c", "art", "--json", provider=provider).stdout)
+    assert runs == [{"id": "1", "name": "demo", "status": "running"}]
+
+
+def test_pull_tells_what_is_new(invoke: Invoke, provider: FakeProvider) -> None:
+    provider.checkpoints[CHECKPOINT] = b"lora"
+    (first,) = json.loads(invoke("pull", "--json", provider=provider).stdout)
+    assert (first["model"], first["step"], first["new"]) == ("m", 1, True)
+    assert Path("checkpoints", CHECKPOINT, "adapter_model.safetensors").read_bytes() == b"lora"
+    (second,) = json.loads(invoke("pull", "--json", provider=provider).stdout)
+    assert not second["new"]
+
+
+def test_pull_fetches_a_damaged_file_again(invoke: Invoke, provider: FakeProvider) -> None:
+    provider.checkpoints[CHECKPOINT] = b"lora"
+    invoke("pull", provider=provider)
+    file = Path("checkpoints", CHECKPOINT, "adapter_model.safetensors")
+    file.write_bytes(b"LORA")
+    assert invoke("pull", provider=provider).exit_code == 0
+    assert file.read_bytes() == b"lora"
+
+
+def test_down_stops_at_a_damaged_checkpoint_and_names_the_file(
+    invoke: Invoke, provider: FakeProvider
+) -> None:
+    damaged = Path("checkpoints/other/models/m/checkpoints/0001")
+    damaged.mkdir(parents=True)
+    result = invoke("down", "--yes", provider=provider)
+    assert result.exit_code == 1
+    assert str(damaged) in result.stderr
+    assert provider.ended == []
+    assert invoke("down", "--yes", "--discard", provider=provider).exit_code == 0
+
+
+def test_down_pulls_first_and_is_safe_to_repeat(invoke: Invoke, provider: FakeProvider) -> None:
+    provider.checkpoints[CHECKPOINT] = b"lora"
+    result = invoke("down", "--yes", "--to", "home", provider=provider)
+    assert result.exit_code == 0
+    assert Path("home", CHECKPOINT).is_dir()
+    assert invoke("down", "--yes", provider=provider).exit_code == 0
+    assert provider.ended == ["art", "art"]
+
+
+def test_down_asks_once(invoke: Invoke, provider: FakeProvider) -> None:
+    assert invoke("down", provider=provider).exit_code == 1  # stdin is empty: not confirmed
+    assert provider.ended == []
+
+
+def test_the_cluster_comes_from_the_flag_then_the_environment_then_the_env_file(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider = FakeProvider()
+    Path(".env").write_text("LAUNCHER_CLUSTER=of-the-file\n")
+    invoke("down", "--yes", provider=provider)
+    monkeypatch.setenv("LAUNCHER_CLUSTER", "of-the-environment")
+    invoke("down", "--yes", provider=provider)
+    invoke("down", "--yes", "-c", "of-the-flag", provider=provider)
+    assert provider.ended == ["of-the-file", "of-the-environment", "of-the-flag"]
+
+
+def test_a_bad_name_and_an_absent_env_file_are_refused(invoke: Invoke) -> None:
+    result = invoke("down", "--yes", "-c", "no/slash", provider=FakeProvider())
+    assert (result.exit_code, "`cluster`" in result.stderr) == (1, True)
+    result = invoke("ls", "--env-file", "absent", provider=FakeProvider())
+    assert "There is no env file `absent`" in result.stderr

@@ -1,0 +1,75 @@
+from pathlib import Path
+from typing import Any
+
+from trainer.server.ledger import Entry, Ledger, choices_of
+
+
+def choice(ids: list[int], logprobs: list[float], content: str = "text") -> dict[str, Any]:
+    entries = [
+        {"token": f"token_id:{token}", "logprob": logprob}
+        for token, logprob in zip(ids, logprobs, strict=True)
+    ]
+    return {
+        "finish_reason": "stop",
+        "message": {"role": "assistant", "content": content},
+        "logprobs": {"content": entries},
+    }
+
+
+def entry(prompt: list[int], ids: list[int], logprobs: list[float], **more: Any) -> Entry:
+    given = {"model": "p/m", "step": 0, "lora_sha256": "", "rollout": None, **more}
+    return Entry(prompt_ids=prompt, completion_ids=ids, logprobs=logprobs, **given)
+
+
+def test_a_choice_finds_the_prompt_it_was_sampled_from(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.db")
+    one = entry([1, 2], [7, 8], [-0.5, -1.25])
+    other = entry([1, 3], [7, 8], [-0.5, -1.5])
+    ledger.record(one, "text")
+    ledger.record(other, "text")
+    assert ledger.find(choice([7, 8], [-0.5, -1.25])) == one
+    assert ledger.find(choice([7, 8], [-0.5, -1.5])) == other
+    assert ledger.find(choice([7, 9], [-0.5, -1.5])) is None
+
+
+def test_a_choice_without_tokens_is_found_by_its_text_only_if_that_is_unique(
+    tmp_path: Path,
+) -> None:
+    ledger = Ledger(tmp_path / "ledger.db")
+    ledger.record(entry([1], [7], [-0.5]), "once")
+    ledger.record(entry([1], [8], [-0.5]), "twice")
+    ledger.record(entry([2], [8], [-0.6]), "twice")
+    bare = {"finish_reason": "stop", "message": {"content": "once"}, "logprobs": None}
+    found = ledger.find(bare)
+    assert found and found.completion_ids == [7]
+    assert ledger.find({**bare, "message": {"content": "twice"}}) is None
+    assert ledger.find({**bare, "message": {"content": None}}) is None
+
+
+def test_a_rollouts_calls_are_kept_in_order_and_across_a_restart(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.db")
+    for token in (5, 6):
+        ledger.record(entry([1], [token], [-0.5], rollout="r1"), "")
+    ledger.record(entry([1], [9], [-0.5], rollout="r2"), "")
+    ledger.close()
+    again = Ledger(tmp_path / "ledger.db")
+    assert [found.completion_ids for found in again.rollout("r1")] == [[5], [6]]
+
+
+def test_entries_of_old_steps_are_forgotten(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.db")
+    for step in (0, 1, 2):
+        ledger.record(entry([1], [step], [-0.5], step=step), "")
+    ledger.forget("p/m", before=2)
+    kept = [bool(ledger.find(choice([step], [-0.5], content=""))) for step in (0, 1, 2)]
+    assert kept == [False, False, True]
+
+
+def test_choices_are_found_in_additional_histories_too() -> None:
+    first, second = choice([1], [-1.0]), choice([2], [-1.0])
+    user = {"role": "user", "content": "x"}
+    trajectory = {
+        "messages_and_choices": [user, first],
+        "additional_histories": [{"messages_and_choices": [user, second]}],
+    }
+    assert list(choices_of([{"trajectories": [trajectory]}])) == [first, second]

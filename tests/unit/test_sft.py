@@ -1,0 +1,71 @@
+"""Supervised steps: the loss is the cross-entropy of assistants' turns, and nothing else."""
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.base_models import resolve
+from trainer.config import LoraConfig, SftConfig
+from trainer.errors import BadRequest
+from trainer.learner.learner import Learner
+from trainer.learner.sft import prepare_sft
+from trainer.tokenizer import Tokenizer
+
+TALK: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be kind"},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"},
+    {"role": "user", "content": "More"},
+    {"role": "assistant", "content": "Bye"},
+]
+
+
+def groups(*talks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"trajectories": [{"messages_and_choices": talk} for talk in talks]}]
+
+
+def test_only_what_assistants_said_is_trained_ends_of_turns_included() -> None:
+    tokenizer = Tokenizer(resolve("tiny-random"))
+    prepared, batches = prepare_sft(tokenizer, groups(TALK), SftConfig(), limit=1000)
+    [[sample]] = batches
+    said = [token for token, chosen in zip(sample.ids, sample.mask, strict=True) if chosen]
+    assert tokenizer.decode(said) == "Hello<|im_end|>Bye<|im_end|>"
+    assert tokenizer.decode(sample.ids) == tokenizer.render(TALK, None, False).rstrip("\n")
+    assert prepared.metrics["data/step_trainer_tokens"] == len(said)
+
+
+def test_what_teaches_nothing_or_is_too_long_is_dropped_and_counted() -> None:
+    tokenizer = Tokenizer(resolve("tiny-random"))
+    talks = [TALK, TALK[:2], [*TALK, {"role": "assistant", "content": "x" * 500}], TALK, TALK]
+    prepared, batches = prepare_sft(tokenizer, groups(*talks), SftConfig(), limit=300)
+    assert [len(batch) for batch in batches] == [2, 1]
+    assert prepared.metrics["data/dropped_no_trainable_tokens"] == 1
+    assert prepared.metrics["data/dropped_too_long"] == 1
+
+
+def test_too_few_learning_rates_are_refused() -> None:
+    tokenizer = Tokenizer(resolve("tiny-random"))
+    config = SftConfig(learning_rate=(1e-3,), batch_size=1)
+    with pytest.raises(BadRequest, match="`2` gradient steps"):
+        prepare_sft(tokenizer, groups(TALK, TALK), config, limit=1000)
+
+
+def test_the_loss_is_the_mean_cross_entropy_and_falls(tmp_path: Path) -> None:
+    directory = resolve("tiny-random")
+    learner = Learner("tiny-random", directory, dtype=torch.float32, device=torch.device("cpu"))
+    lora, lesson = LoraConfig(), TALK[1:3]
+    learner.prepare(tmp_path, lora)
+    prompt = learner.tokenizer.apply_chat_template(lesson[:1])
+    answer = learner.tokenizer.encode("Hello<|im_end|>")
+    expected = -statistics.fmean(learner.score(tmp_path, lora, prompt, answer))
+    config = SftConfig(learning_rate=1e-2, batch_size=1)
+    rows = list(learner.train(tmp_path, groups(lesson, lesson, lesson), config, lora))
+    losses = [row["loss/train"] for row in rows[:-1]]
+    assert losses[0] == pytest.approx(expected, abs=1e-5)
+    assert losses == sorted(losses, reverse=True) and len(losses) == 3
+    assert rows[-1]["step"] == 1
+    after = -statistics.fmean(learner.score(tmp_path, lora, prompt, answer))
+    assert after < losses[-1]

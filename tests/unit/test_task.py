@@ -1,0 +1,93 @@
+from pathlib import Path
+
+import pytest
+
+from kit.settings import variables
+from launcher.errors import TaskError
+from launcher.settings import Settings, read
+from launcher.task import Task
+from trainer.config import ServerConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "task.yaml"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "sky").glob("*.yaml")), ids=lambda path: path.name)
+def test_every_task_of_ours_can_be_used(path: Path) -> None:
+    task = Task.load(path, Settings())
+    assert task.config["resources"]["autostop"]["down"] is True
+    assert task.envs["ART_PORT"] == "7999"
+    assert task.secrets == {}
+
+
+def test_sky_holds_no_python_that_would_shadow_skypilot() -> None:
+    assert not list((ROOT / "sky").rglob("*.py"))
+
+
+def test_a_wrong_key_is_named_with_its_line_and_the_right_one(write: Path) -> None:
+    write.write_text("name: x\nsetpu: echo\nrun: echo\nnum_nodes: two\n")
+    with pytest.raises(TaskError) as error:
+        Task.load(write, Settings())
+    assert "line 2: `setpu` is not a key of a task, did you mean `setup`?" in error.value.message
+    assert "line 4: `num_nodes` cannot be `'two'`" in error.value.message
+
+
+def test_numbers_of_envs_become_text(write: Path) -> None:
+    write.write_text("run: echo\nenvs: {STEPS: 3, RATE: 1e-6}\n")
+    envs = Task.load(write, Settings()).envs
+    assert (envs["STEPS"], float(envs["RATE"])) == ("3", 1e-6)
+
+
+def test_settings_win_over_the_envs_of_the_task(write: Path) -> None:
+    write.write_text("run: echo\nenvs: {BASE_MODEL: mine, ART_MAX_HOURS: 8}\n")
+    assert Task.load(write, Settings()).envs["BASE_MODEL"] == "mine"
+    envs = Task.load(write, Settings(base_model="yours", max_hours=0.5)).envs
+    assert (envs["BASE_MODEL"], envs["ART_MAX_HOURS"]) == ("yours", "0.5")
+
+
+def test_only_declared_secrets_travel_and_none_is_shown(
+    write: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (write.parent / ".env").write_text("HF_TOKEN=hf_x\nWANDB_API_KEY=w_x\nMINE=m_x\n")
+    write.write_text("run: echo\nsecrets: {HF_TOKEN: null, MINE: null, ART_API_KEY: null}\n")
+    task = Task.load(write, read())
+    assert task.secrets == {"HF_TOKEN": "hf_x", "MINE": "m_x"}
+    assert "hf_x" not in f"{task} {task.config} {read()}"
+
+
+def test_a_secret_of_the_users_own_must_have_a_value(write: Path) -> None:
+    write.write_text("run: echo\nsecrets: {MINE: null}\n")
+    with pytest.raises(TaskError, match="needs the secret `MINE`"):
+        Task.load(write, Settings())
+
+
+def test_a_secret_written_into_the_task_is_refused_without_its_value(write: Path) -> None:
+    write.write_text("run: echo\nsecrets: {HF_TOKEN: hf_x}\n")
+    with pytest.raises(TaskError) as error:
+        Task.load(write, Settings())
+    assert "hf_x" not in str(error.value)
+
+
+def test_the_bucket_is_mounted_where_the_checkpoints_are(write: Path) -> None:
+    write.write_text("run: echo\n")
+    task = Task.load(write, Settings(bucket="s3://mine"))
+    mount = {"source": "s3://mine", "mode": "MOUNT_CACHED"}
+    assert task.config["file_mounts"] == {"~/sky_workdir/.art": mount}
+
+
+def test_the_example_env_file_and_the_code_name_the_same_variables() -> None:
+    lines = (ROOT / ".env.example").read_text().splitlines()
+    named = {line.partition("=")[0] for line in lines if line and not line.startswith("#")}
+    assert named == {*variables(Settings).values(), *variables(ServerConfig).values()}
+
+
+def test_the_names_that_others_rely_on_are_exported() -> None:
+    import launcher
+
+    assert launcher.__all__ == ["Cluster", "Run", "Task"]
+    assert all(hasattr(launcher, name) for name in launcher.__all__)

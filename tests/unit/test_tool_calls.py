@@ -1,0 +1,41 @@
+import json
+
+import pytest
+
+from trainer.server.tool_calls import ToolCallParser
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+
+def parse(text: str, size: int) -> tuple[str, list[tuple[str, dict[str, object]]]]:
+    parser = ToolCallParser()
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    content = "".join(parser.add(piece) for piece in pieces) + parser.finish()
+    calls = [call["function"] for call in parser.calls]
+    return content, [(call["name"], json.loads(call["arguments"])) for call in calls]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+def test_calls_are_found_however_the_text_is_cut(size: int) -> None:
+    add = ("add", {"a": 1, "b": 2})
+    assert parse(f"I add. {CALL}{CALL} Done", size) == ("I add.  Done", [add, add])
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a < b and <tool> too",
+        "<tool_call>not json</tool_call>",
+        '<tool_call>{"name": 3}</tool_call>',
+        '<tool_call>{"name": "x", "arguments": [1]}</tool_call>',
+        '<tool_call>{"name": "x", "argum',
+        "ends with <tool_ca",
+    ],
+)
+def test_what_is_no_call_stays_content(text: str, size: int) -> None:
+    assert parse(text, size) == (text, [])
+
+
+def test_a_call_without_its_end_tag_counts_if_it_is_whole() -> None:
+    assert parse('<tool_call>{"name": "x", "arguments": {}}', 4) == ("", [("x", {})])

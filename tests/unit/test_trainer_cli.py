@@ -1,0 +1,89 @@
+"""Bad input on the command line: one sentence, a hint, the right exit code, no traceback."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def trainer(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "trainer", *arguments],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def assert_told(result: subprocess.CompletedProcess[str], says: str, code: int = 1) -> None:
+    assert result.returncode == code, result.stderr
+    assert says in result.stderr
+    assert "Traceback" not in result.stderr and result.stdout == ""
+    if code == 1:
+        first, _, hint = result.stderr.partition("\n\nhint: ")
+        assert first.startswith("error: ") and hint.strip()
+
+
+def test_every_fault_of_a_config_file_is_told_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "serve.yaml").write_text("prot: 7623\nlora:\n  rank: big\n")
+    result = trainer("serve", "--config", "serve.yaml", cwd=tmp_path)
+    assert_told(result, "line 1: `prot` is not a setting, did you mean `port`?")
+    assert "line 3: `lora.rank`" in result.stderr
+
+
+@pytest.mark.parametrize("flag", ["--config", "--env-file"])
+def test_an_absent_file_is_told(tmp_path: Path, flag: str) -> None:
+    assert_told(trainer("serve", flag, "nope", cwd=tmp_path), "`nope`")
+
+
+def test_a_wrong_type_on_the_command_line_is_a_usage_error(tmp_path: Path) -> None:
+    assert_told(trainer("serve", "--port", "many", cwd=tmp_path), "'many'", code=2)
+
+
+def test_a_variable_of_the_wrong_type_is_told(tmp_path: Path) -> None:
+    result = trainer("serve", cwd=tmp_path, ART_MAX_HOURS="long")
+    assert_told(result, "`max_hours`")
+
+
+def test_listening_to_the_world_without_a_key_is_refused(tmp_path: Path) -> None:
+    result = trainer("serve", "--host", "0.0.0.0", cwd=tmp_path)
+    assert_told(result, "Refusing to listen on `0.0.0.0` without a key")
+
+
+def test_a_base_model_that_is_not_there_is_told(tmp_path: Path) -> None:
+    ports = ("--port", "0", "--openai-port", "0")
+    result = trainer("serve", "--base-model", "./nope", *ports, cwd=tmp_path)
+    assert result.returncode == 1
+    assert "`./nope`" in result.stderr and "hint: " in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_missing_extra_is_told_with_the_command_that_mends_it(tmp_path: Path) -> None:
+    # An environment without the extras: our own packages and the base dependencies alone.
+    (tmp_path / "torch.py").write_text("")
+    code = (
+        "import importlib.util, sys\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda n, *a: None if n == 'torch' else find(n, *a)\n"
+        "sys.argv = ['trainer', 'serve']\n"
+        "from trainer.cli import main; main()\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert_told(result, "This needs `torch`, not installed here")
+    assert "art-cluster[local]" in result.stderr
+
+
+def test_errors_have_no_colour_codes_when_they_are_not_shown_on_a_terminal(tmp_path: Path) -> None:
+    result = trainer("serve", "--config", "nope", cwd=tmp_path)
+    assert "\x1b[" not in result.stderr
+
+
+def test_the_version_is_that_of_the_package(tmp_path: Path) -> None:
+    result = trainer("--version", cwd=tmp_path)
+    assert result.stdout.startswith("trainer, version 0.")

@@ -1,0 +1,124 @@
+"""`trainer doctor`: why is nothing learning? Reads a run's state and says what is wrong, in order.
+
+Each check looks at what the server logged per step and gives a finding, or nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.runs import Run
+
+Json = dict[str, Any]
+RECENT = 10  # steps that count
+
+
+@dataclass(frozen=True)
+class Finding:
+    problem: str
+    hint: str
+
+
+def examine(run: Run) -> list[Finding]:
+    """What keeps `run` from learning, the likeliest cause first."""
+    history = [row for row in run.history() if "num_gradient_steps" in row][-RECENT:]
+    if not history:
+        return [
+            Finding(
+                f"`{run.name}` has not trained a step yet",
+                "Send trajectories with `backend.train(model, groups)`",
+            )
+        ]
+    found = [check(history) for check in _CHECKS]
+    faults = [Finding(fault, "Delete it; the step before it is used") for fault in run.damaged()]
+    return [finding for finding in found if finding] + faults
+
+
+def _mean(history: list[Json], name: str) -> float | None:
+    values = [row[name] for row in history if name in row]
+    return sum(values) / len(values) if values else None
+
+
+def _share(history: list[Json], part: str, whole: str) -> float | None:
+    total = sum(row.get(whole, 0) for row in history)
+    return sum(row.get(part, 0) for row in history) / total if total else None
+
+
+def _retokenized(history: list[Json]) -> Finding | None:
+    share = _share(history, "data/retokenized", "data/step_num_trajectories")
+    if share is None or share <= 0.1:
+        return None
+    return Finding(
+        f"{share:.0%} of the trajectories hold choices that this server did not sample, or that "
+        "came without logprobs",
+        "Send chats to this server's OpenAI port, and keep each `choice` with its logprobs",
+    )
+
+
+def _equal_rewards(history: list[Json]) -> Finding | None:
+    share = _share(history, "data/step_num_groups_trainable", "data/step_num_groups_submitted")
+    if share is None or share >= 0.5:
+        return None
+    return Finding(
+        f"Only {share:.0%} of the groups teach anything: in the others all rewards are equal",
+        "Grade more finely, raise `num_generations`, or choose scenarios that sometimes succeed",
+    )
+
+
+def _truncated(history: list[Json]) -> Finding | None:
+    share = _share(history, "data/step_num_truncated", "data/step_num_trajectories")
+    if share is None or share <= 0.2:
+        return None
+    return Finding(
+        f"{share:.0%} of the trajectories were cut off by `max_tokens`",
+        "Raise `max_tokens`, or reward short answers",
+    )
+
+
+def _stale(history: list[Json]) -> Finding | None:
+    gap = _mean(history, "loss/sampler_kl")
+    if gap is None or gap <= 0.1:
+        return None
+    return Finding(
+        f"The sampled tokens are far from the policy that trains on them (KL {gap:.2f})",
+        "Roll out under `NAME` or the base model's name, which follow the newest step, and train "
+        "at once on what was sampled",
+    )
+
+
+def _canary(history: list[Json]) -> Finding | None:
+    difference = _mean(history, "canary/logprob_difference")
+    if difference is None or difference <= 0.1:
+        return None
+    return Finding(
+        f"Engine and learner differ by {difference:.2f} a logprob on the canary",
+        "Restart the server: the engine may hold other weights than the learner",
+    )
+
+
+def _learning_rate(history: list[Json]) -> Finding | None:
+    rate = _mean(history, "loss/learning_rate")
+    if rate is None:
+        return None
+    if rate < 1e-6:
+        return Finding(
+            f"The learning rate is {rate:.1e}, too small for a LoRA to move",
+            "Try `learning_rate` 1e-5 to 1e-4",
+        )
+    gradients = _mean(history, "loss/entropy")
+    if gradients is not None and gradients < 0.01:
+        return Finding(
+            f"The policy has collapsed (entropy {gradients:.3f}) at learning rate {rate:.1e}",
+            "Start again from an earlier step with a lower `learning_rate`, or add a KL penalty",
+        )
+    return None
+
+
+_CHECKS: list[Callable[[list[Json]], Finding | None]] = [
+    _retokenized,
+    _equal_rewards,
+    _truncated,
+    _stale,
+    _canary,
+    _learning_rate,
+]

@@ -1,0 +1,84 @@
+"""Supervised steps: trajectories to samples whose loss is the cross-entropy of assistants' turns.
+
+The loss is GRPO's own: with an advantage of one, and the current policy taken as the one that
+sampled, CISPO is -logprob, token by token.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainer.config import GrpoConfig, SftConfig
+from trainer.errors import BadRequest
+from trainer.learner.pack import Sample
+from trainer.learner.prepare import Prepared
+from trainer.learner.tokenize import tokenize_trajectory
+from trainer.tokenizer import Tokenizer
+
+SUPERVISED = GrpoConfig(allow_training_without_logprobs=True, max_grad_norm=1.0)
+
+
+def prepare_sft(
+    tokenizer: Tokenizer, groups: Sequence[Mapping[str, Any]], config: SftConfig, *, limit: int
+) -> tuple[Prepared, list[list[Sample]]]:
+    """The samples of each gradient step, with the counts that are reported."""
+    prepared = Prepared()
+    trajectories = [member for group in groups for member in group.get("trajectories") or []]
+    taught: list[list[Sample]] = []
+    for number, trajectory in enumerate(trajectories):
+        samples = _samples(tokenizer, trajectory, number)
+        if not samples:
+            prepared.drop("no_trainable_tokens", 0, trajectory=number)
+        elif any(len(sample.ids) > limit for sample in samples):
+            prepared.drop("too_long", 0, trajectory=number)
+        else:
+            taught.append(samples)
+    size = config.trajectories_a_step
+    batches = [
+        list(itertools.chain.from_iterable(taught[at : at + size]))
+        for at in range(0, len(taught), size)
+    ]
+    if len(config.rates(len(batches))) != len(batches):
+        raise BadRequest(
+            f"There are `{len(batches)}` gradient steps and fewer learning rates",
+            hint="Give one `learning_rate`, or as many as there are batches",
+        )
+    tokens = sum(sum(sample.mask) for batch in batches for sample in batch)
+    prepared.metrics = {
+        "data/step_num_trajectories": float(len(trajectories)),
+        "data/step_trainer_tokens": float(tokens),
+        "data/step_num_gradient_steps": float(len(batches)),
+        "num_gradient_steps": float(len(batches)),
+    }
+    for drop in prepared.dropped:
+        name = f"data/dropped_{drop['reason']}"
+        prepared.metrics[name] = prepared.metrics.get(name, 0.0) + 1
+    return prepared, batches
+
+
+def _samples(tokenizer: Tokenizer, trajectory: Mapping[str, Any], number: int) -> list[Sample]:
+    histories = [trajectory, *(trajectory.get("additional_histories") or [])]
+    spoken = [{**history, "messages_and_choices": _as_choices(history)} for history in histories]
+    whole = {**spoken[0], "additional_histories": spoken[1:]}
+    tokenized = tokenize_trajectory(tokenizer, whole, allow_without_logprobs=True)
+    return [
+        Sample(
+            ids=sequence.ids,
+            mask=sequence.mask,
+            logprobs=[math.nan] * len(sequence.ids),
+            advantage=1.0,
+            weight=1.0,
+            group=number,
+            trajectory=number,
+        )
+        for sequence in tokenized.sequences
+    ]
+
+
+def _as_choices(history: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The messages with what assistants said as choices, which are what is trained on."""
+    return [
+        {"finish_reason": "stop", "message": item} if item.get("role") == "assistant" else item
+        for item in history.get("messages_and_choices") or []
+    ]

@@ -1,0 +1,67 @@
+"""What a state directory holds: its models, their checkpoints and their history. Reads only."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kit.manifest import damage, read_manifest
+from trainer.errors import NotFound
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One model's directory, `.art/PROJECT/models/NAME`."""
+
+    project: str
+    name: str
+    directory: Path
+
+    def steps(self) -> list[int]:
+        """Steps on disk, lowest first, whole or not: nothing is hashed here."""
+        found = self.directory.glob("checkpoints/[0-9]*/manifest.json")
+        return sorted(int(path.parent.name) for path in found)
+
+    def damaged(self) -> list[str]:
+        return [
+            fault
+            for step in self.steps()
+            for fault in damage(self.directory / "checkpoints" / f"{step:04d}")
+        ]
+
+    def base_model(self) -> str | None:
+        steps = self.steps()
+        path = self.directory / "checkpoints" / f"{steps[-1]:04d}" if steps else self.directory
+        return (read_manifest(path) or {}).get("base_model")
+
+    def history(self) -> list[Json]:
+        """One object a step, as the server logged them; a line cut off by a crash is left out."""
+        path = self.directory / "history.jsonl"
+        if not path.is_file():
+            return []
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def runs(state: Path) -> Iterator[Run]:
+    """Every run under `state`, by project and name."""
+    for directory in sorted(state.glob("*/models/*")):
+        if directory.is_dir():
+            yield Run(directory.parent.parent.name, directory.name, directory)
+
+
+def find_run(state: Path, name: str | None) -> Run:
+    """The run called `name` (or `PROJECT/NAME`); without a name the only one, or the newest."""
+    found = list(runs(state))
+    if name is not None:
+        found = [run for run in found if name in (run.name, f"{run.project}/{run.name}")]
+    if not found:
+        what = f"no run `{name}`" if name else "no run"
+        raise NotFound(
+            f"There is {what} in `{state}`",
+            hint="Give the server's `--state-dir`, and see `trainer models` for what is there",
+        )
+    return max(found, key=lambda run: run.directory.stat().st_mtime)

@@ -1,0 +1,96 @@
+"""What stands before every route: the key, and bounds on what a body may be."""
+
+import hmac
+import re
+from typing import Any
+
+from fastapi.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+OPEN_PATHS = {"/health", "/healthcheck"}
+MAX_BYTES = 512 << 20  # a train request holds every trajectory of a step
+MAX_DEPTH = 64  # the deepest thing a client sends is a tool's JSON schema
+_KEEP = b'"[]{}'
+_DROP = bytes(byte for byte in range(256) if byte not in _KEEP)
+
+
+def error(status: int, message: str, hint: str) -> JSONResponse:
+    """`detail` for ART's clients and curl, `error` for OpenAI's."""
+    what = {"message": message, "hint": hint, "type": "invalid_request_error", "code": status}
+    return JSONResponse({"detail": message, "error": what}, status_code=status)
+
+
+class Guard:
+    """Answers 401, 413 and 400 itself; what it lets through has a whole and bounded body."""
+
+    def __init__(self, app: ASGIApp, *, key: str | None, max_bytes: int = MAX_BYTES) -> None:
+        self._app = app
+        self._expected = f"Bearer {key}".encode() if key else None
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = dict(scope["headers"])
+        if not self._may_pass(scope["path"], headers.get(b"authorization", b"")):
+            hint = "Send `ART_API_KEY` as bearer token"
+            answer = error(401, "The request carries no valid key", hint)
+            return await answer(scope, receive, send)
+        if scope["method"] in ("GET", "HEAD"):
+            return await self._app(scope, receive, send)
+        body = await self._read(headers, receive)
+        if body is None:
+            size = f"{self._max_bytes >> 20} MiB" if self._max_bytes >> 20 else self._max_bytes
+            answer = error(413, f"The body is larger than {size}", "Send fewer groups at a time")
+            return await answer(scope, receive, send)
+        if too_deep(body):
+            answer = error(400, f"The body is nested deeper than {MAX_DEPTH}", "Flatten it")
+            return await answer(scope, receive, send)
+        await self._app(scope, _Replay(body, receive), send)
+
+    def _may_pass(self, path: str, given: bytes) -> bool:
+        if self._expected is None or path in OPEN_PATHS:
+            return True
+        return hmac.compare_digest(given, self._expected)
+
+    async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
+        told = headers.get(b"content-length", b"0")
+        if not told.isdigit() or int(told) > self._max_bytes:
+            return None
+        body = bytearray()
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if len(body) > self._max_bytes:
+                return None
+            if not message.get("more_body"):
+                return bytes(body)
+
+
+class _Replay:
+    """Gives a body that was read to the app, then what the client does, such as to leave."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._first: dict[str, Any] | None = {"type": "http.request", "body": body}
+        self._receive = receive
+
+    async def __call__(self) -> Message:
+        if self._first is not None:
+            message, self._first = self._first, None
+            return message
+        return await self._receive()
+
+
+def too_deep(body: bytes) -> bool:
+    """Whether JSON is nested deeper than MAX_DEPTH, told without parsing it.
+
+    A parser would recurse, and what passes it might still break what walks the result later.
+    """
+    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
+        return False
+    brackets = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _DROP)
+    # Two quotes in a row end a string and begin the next: what is between others stays inside.
+    brackets = re.sub(rb'"[^"]*"', b"", brackets.replace(b'""', b""))
+    for _ in range(MAX_DEPTH):  # each round takes the innermost level away
+        brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
+    return b"[" in brackets or b"{" in brackets

@@ -1,0 +1,101 @@
+"""What a run's owner logs: trajectories and their averages, in ART's files.
+
+`trajectories/SPLIT/0007.jsonl` holds a group a line, `history.jsonl` the averages of each call.
+"""
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import BadRequest
+
+Json = dict[str, Any]
+
+
+def log(directory: Path, step: int, groups: Sequence[Json], split: str) -> None:
+    """Store `groups` under `step` and append their averages, as `SPLIT/NAME`."""
+    means = averages(groups)  # first: what cannot be averaged is not stored either
+    store(directory, step, groups, split)
+    line = {f"{split}/{name}": value for name, value in means.items()}
+    append(directory, {"step": step, **line})
+
+
+def store(directory: Path, step: int, groups: Sequence[Json], split: str) -> None:
+    """Keep the trajectories of `groups`; a second call in the same step adds to the first."""
+    path = directory / "trajectories" / split / f"{step:04d}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        for group in groups:
+            file.write(json.dumps({"trajectories": _members(group)}) + "\n")
+
+
+def append(directory: Path, line: Json) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "history.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({**line, "recorded_at": time.time()}) + "\n")
+
+
+def averages(groups: Sequence[Json]) -> dict[str, float]:
+    """ART's averages: reward, its spread within groups, exceptions, and every metric's mean."""
+    values: dict[str, list[float]] = {"reward": [], "exception_rate": []}
+    spreads = []
+    for group in groups:
+        members = _members(group)
+        rewards = [_number(member.get("reward"), "reward") for member in members]
+        if len(rewards) > 1:
+            spreads.append(statistics.pstdev(rewards))
+        values["reward"] += rewards
+        values["exception_rate"] += [0.0] * len(members)
+        values["exception_rate"] += [1.0] * len(group.get("exceptions") or [])
+        for member in members:
+            for name, value in (member.get("metrics") or {}).items():
+                values.setdefault(name, []).append(_number(value, name))
+    means = {name: statistics.fmean(found) for name, found in values.items() if found}
+    means["reward_std_dev"] = statistics.fmean(spreads) if spreads else 0.0
+    return {name: value for name, value in means.items() if math.isfinite(value)}
+
+
+def by_step(directory: Path) -> dict[int, dict[str, float]]:
+    """The mean of every metric that was logged, for each step."""
+    path = directory / "history.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    found: dict[int, dict[str, list[float]]] = {}
+    for line in map(json.loads, lines):
+        metrics = found.setdefault(int(line.pop("step")), {})
+        line.pop("recorded_at", None)
+        for name, value in line.items():
+            metrics.setdefault(name, []).append(value)
+    return {
+        step: {name: statistics.fmean(values) for name, values in metrics.items()}
+        for step, metrics in sorted(found.items())
+    }
+
+
+def smoothed(directory: Path, benchmark: str, alpha: float) -> dict[int, float]:
+    """`benchmark` of each step, exponentially weighted over the steps before; 1 is unsmoothed."""
+    if not 0 < alpha <= 1:
+        raise BadRequest(
+            f"`benchmark_smoothing` is `{alpha}`", hint="Give a number above 0, at most 1"
+        )
+    result: dict[int, float] = {}
+    total = weight = 0.0
+    for step, metrics in by_step(directory).items():
+        if benchmark in metrics:
+            total = total * (1 - alpha) + metrics[benchmark]
+            weight = weight * (1 - alpha) + 1
+            result[step] = total / weight
+    return result
+
+
+def _members(group: Json) -> list[Json]:
+    return list(group.get("trajectories") or [])
+
+
+def _number(value: Any, name: str) -> float:
+    if not isinstance(value, int | float):
+        raise BadRequest(f"A trajectory's `{name}` is `{value}`", hint="Metrics are numbers")
+    return float(value)

@@ -1,0 +1,162 @@
+"""The models under training, and the names under which they are served."""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kit.manifest import read_manifest
+from trainer import checkpoint
+from trainer.config import LoraConfig
+from trainer.engines.engine import SampleRequest
+from trainer.errors import BadRequest, NotFound
+from trainer.server.journal import Journal
+from trainer.server.wire import ModelWire
+
+# `NAME`, `NAME@7`, and what `art.ServerlessBackend` calls them.
+SERVED = re.compile(
+    r"(?:wandb-artifact:///[^/]+/(?P<project>[^/]+)/)?(?P<name>[^/@:]+)(?:(?:@|:step)(?P<step>\d+))?"
+)
+
+
+@dataclass
+class Model:
+    """A model under training: a LoRA on the shared base, and its newest served step."""
+
+    project: str
+    name: str
+    directory: Path
+    lora: LoraConfig
+    step: int = 0
+    steps: dict[int, str] = field(default_factory=dict)
+    """Whole checkpoints on disk, and the sha256 of the LoRA in each."""
+    prepared: bool = False
+    max_seq_length: int | None = None
+    """Longest prompt and completion together, in tokens; None is the base model's limit."""
+    sampling: Counter[int] = field(default_factory=Counter)
+    """Requests in flight by the step that answers them."""
+
+    @property
+    def key(self) -> str:
+        # Project included: two projects may both hold a model of that name.
+        return f"{self.project}/{self.name}"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.directory / "checkpoints"
+
+    @property
+    def journal(self) -> Journal:
+        return Journal(self.directory)
+
+    def path(self, step: int) -> Path:
+        return checkpoint.path_of(self.checkpoints, step)
+
+    def lora_name(self, step: int) -> str:
+        return f"{self.key}@{step}"
+
+    def fit(self, request: SampleRequest, step: int) -> SampleRequest:
+        """The request as the engine gets it: by this step's LoRA, within the model's length."""
+        limit = request.max_tokens
+        if self.max_seq_length is not None:
+            room = self.max_seq_length - len(request.prompt_ids)
+            if room <= 0 or (limit or 0) > room:
+                raise BadRequest(
+                    f"{len(request.prompt_ids)} prompt tokens and `max_tokens` {limit or 1} do not "
+                    f"fit the model's `max_seq_length` of {self.max_seq_length}",
+                    hint="Shorten the messages, or raise `max_seq_length` in `init_args`",
+                )
+            limit = limit or room
+        return dataclasses.replace(request, lora=self.lora_name(step), max_tokens=limit)
+
+    @contextmanager
+    def used(self, step: int) -> Iterator[None]:
+        """While a request samples from `step`, which is not unloaded meanwhile."""
+        self.sampling[step] += 1
+        try:
+            yield
+        finally:
+            self.sampling[step] -= 1
+
+    def read_steps(self) -> None:
+        """Look at the disk anew. This hashes every file, so it is done once, not per request."""
+        self.steps = {}
+        for step in checkpoint.list_steps(self.checkpoints):
+            self.add_step(step)
+        self.step = max(self.steps, default=0)
+
+    def add_step(self, step: int) -> None:
+        manifest = read_manifest(self.path(step)) or {"files": {}}
+        lora = manifest["files"].get("adapter_model.safetensors", {})
+        self.steps[step] = str(lora.get("sha256", ""))
+
+
+class Models:
+    """All models of the server, by (project, name)."""
+
+    def __init__(self, state: Path) -> None:
+        self.state = state
+        self.base_model: str | None = None
+        self.newest: Model | None = None
+        """The model that was prepared last; the base model's name follows it."""
+        self._models: dict[tuple[str, str], Model] = {}
+
+    def __iter__(self) -> Iterator[Model]:
+        return iter(self._models.values())
+
+    def get(self, wire: ModelWire) -> Model:
+        try:
+            return self._models[wire.project, wire.name]
+        except KeyError:
+            raise NotFound(
+                f"Model `{wire.name}` of project `{wire.project}` is not registered",
+                hint="Call `model.register(backend)` first",
+            ) from None
+
+    def add(self, wire: ModelWire, lora: LoraConfig) -> Model:
+        """The model of that name; one with checkpoints on disk resumes at its newest step."""
+        key = (wire.project, wire.name)
+        if key not in self._models:
+            model = Model(wire.project, wire.name, self.directory(wire), lora)
+            model.read_steps()
+            self._models[key] = model
+        return self._models[key]
+
+    def remove(self, model: Model) -> None:
+        del self._models[model.project, model.name]
+        if self.newest is model:
+            self.newest = None
+
+    def directory(self, wire: ModelWire) -> Path:
+        """Where the files of a model are, trainable or not."""
+        return self.state / wire.project / "models" / wire.name
+
+    def served_names(self) -> list[str]:
+        """Every name a completion may ask for."""
+        if self.base_model is None:
+            return []
+        names = [self.base_model, f"{self.base_model}@base"]
+        for model in self._models.values():
+            if model.prepared:
+                names += [model.name, *(f"{model.name}@{step}" for step in sorted(model.steps))]
+        return names
+
+    def find(self, name: str) -> tuple[Model | None, int]:
+        """The model and step behind a served name; no model means the untrained base."""
+        if self.base_model is not None and name == f"{self.base_model}@base":
+            return None, 0
+        if self.base_model is not None and name == self.base_model:
+            return self.newest, self.newest.step if self.newest else 0
+        if match := SERVED.fullmatch(name):
+            project, base, step = match["project"], match["name"], match["step"]
+            for model in reversed(self._models.values()):
+                if model.prepared and model.name == base and project in (None, model.project):
+                    if step is None:
+                        return model, model.step
+                    if int(step) in model.steps:
+                        return model, int(step)
+        names = ", ".join(f"`{served}`" for served in self.served_names()) or "nothing yet"
+        raise NotFound(f"There is no model `{name}` here", hint=f"Served now: {names}")

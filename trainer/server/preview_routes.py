@@ -1,0 +1,195 @@
+"""The API of `art.ServerlessBackend`, generation 3 of ART's clients, on both ports.
+
+Ids are made of what they stand for, so that they survive a restart of the server: a model is
+`PROJECT~NAME`, a training job `PROJECT~NAME~STEP`, an event its number.
+"""
+
+from typing import Annotated, Any, Literal
+
+import pydantic
+from fastapi import APIRouter, Query
+
+from kit.errors import KitError
+from trainer.errors import BadRequest, Conflict, NotFound
+from trainer.server import history, storage
+from trainer.server.backend import Backend
+from trainer.server.models import Model
+from trainer.server.wire import Groups, ModelWire, PlainName, TrainRequest, without_nulls
+
+Json = dict[str, Any]
+ENTITY = "art-cluster"  # the client insists on one
+PAGE = 100
+
+
+class CreateModel(pydantic.BaseModel):
+    name: PlainName
+    project: PlainName
+    base_model: str
+    entity: PlainName | None = None
+    return_existing: bool = False
+
+
+class DeleteSteps(pydantic.BaseModel):
+    steps: list[int]
+
+
+class CreateJob(pydantic.BaseModel):
+    model_id: str
+    trajectory_groups: Groups
+    experimental_config: Json | None = None
+
+
+class LogGroups(pydantic.BaseModel):
+    trajectory_groups: Groups
+    split: PlainName = "val"
+
+
+def routes(backend: Backend) -> APIRouter:
+    router = APIRouter(prefix="/v1/preview")
+    _add_models(router, backend)
+    _add_checkpoints(router, backend)
+    _add_jobs(router, backend)
+    return router
+
+
+def _add_models(router: APIRouter, backend: Backend) -> None:
+    @router.post("/models")
+    async def create(body: CreateModel) -> Json:
+        wire = ModelWire(name=body.name, project=body.project, base_model=body.base_model)
+        if not body.return_existing and backend.models.directory(wire).is_dir():
+            raise Conflict(f"Model `{body.name}` exists already", hint="Send `return_existing`")
+        # The client prepares nothing later on: what is created is served.
+        await backend.prepare(wire)
+        return {
+            **{"id": f"{body.project}~{body.name}", "run_id": None},
+            **{"entity": body.entity or ENTITY, "project": body.project},
+            **{"name": body.name, "base_model": body.base_model},
+        }
+
+    @router.delete("/models/{model_id}")
+    async def delete(model_id: str) -> None:
+        await storage.delete_model(backend, _model(backend, model_id))
+
+    @router.post("/models/{model_id}/log")
+    async def log(model_id: str, body: LogGroups) -> None:
+        model = _model(backend, model_id)
+        history.log(model.directory, model.step, body.trajectory_groups, body.split)
+
+
+def _add_checkpoints(router: APIRouter, backend: Backend) -> None:
+    @router.get("/models/{model_id}/checkpoints")
+    async def list_checkpoints(
+        model_id: str,
+        limit: Annotated[int, Query(ge=1)] = PAGE,
+        order: Literal["asc", "desc"] = "asc",
+        after: str | None = None,
+    ) -> Json:
+        model = _model(backend, model_id)
+        metrics = history.by_step(model.directory)
+        # A step that is written but not served yet is not there yet.
+        steps = sorted((s for s in model.steps if s <= model.step), reverse=order == "desc")
+        entries = [
+            {"id": f"step{step}", "step": step, "metrics": metrics.get(step, {})} for step in steps
+        ]
+        return _page(entries, after, limit)
+
+    @router.delete("/models/{model_id}/checkpoints")
+    async def delete_checkpoints(model_id: str, body: DeleteSteps) -> Json:
+        model = _model(backend, model_id)
+        if model.step in body.steps:
+            raise Conflict(
+                f"Step `{model.step}` is the newest of `{model.name}`",
+                hint="Keep it, or delete the model",
+            )
+        missing = [step for step in body.steps if step not in model.steps]
+        gone = await storage.keep(backend, model, set(model.steps) - set(body.steps))
+        return {"deleted_count": len(gone), "not_found_steps": missing}
+
+
+def _add_jobs(router: APIRouter, backend: Backend) -> None:
+    @router.post("/training-jobs")
+    async def create_job(body: CreateJob) -> Json:
+        model = _model(backend, body.model_id)
+        wire = ModelWire(
+            name=model.name, project=model.project, base_model=backend.models.base_model
+        )
+        asked = without_nulls(body.experimental_config)
+        request = TrainRequest(
+            model=wire, trajectory_groups=body.trajectory_groups, dev_config=asked
+        )
+        training = backend.train(request)
+        return {"id": f"{body.model_id}~{training.request.step}"}
+
+    @router.get("/training-jobs/{job_id}/events")
+    async def events(
+        job_id: str, after: str | None = None, limit: Annotated[int, Query(ge=1)] = PAGE
+    ) -> Json:
+        model_id, _, step = job_id.rpartition("~")
+        model = _model(backend, model_id)
+        if not step.isdigit():
+            raise NotFound(f"There is no training job `{job_id}`", hint="Create one first")
+        page = _page(_events(backend, model, int(step)), after, limit)
+        if any(event["type"] == "training_ended" for event in page["data"]):
+            model.journal.delivered()
+        return page
+
+    @router.post("/sft-training-jobs")
+    async def sft(_: Json) -> None:
+        raise BadRequest(
+            "Supervised training through W&B artifacts is not supported",
+            hint="Use `trainer.client.ArtBackend`, whose `_train_sft` sends the trajectories",
+        )
+
+
+def _events(backend: Backend, model: Model, step: int) -> list[Json]:
+    """What happened so far. The first event, which the client needs first, tells the length."""
+    training = backend.training_of(model)
+    if training is None or training.request.step != step:
+        if step > model.step:
+            raise NotFound(
+                f"Step `{step}` of `{model.name}` is not being trained", hint="Train it again"
+            )
+        kinds: list[tuple[str, Json]] = [
+            ("training_started", {"num_sequences": 0}),
+            ("training_ended", {}),
+        ]
+        return [_event(number, *kind) for number, kind in enumerate(kinds)]
+    rows = list(training.told)
+    found: list[tuple[str, Json]] = []
+    if rows or training.done:
+        count = int(rows[0]["num_gradient_steps"]) if rows else 0
+        found.append(("training_started", {"num_sequences": count}))
+    for row in rows:
+        found.append(("gradient_step", {k: row[k] for k in row if k != "num_gradient_steps"}))
+    if training.done and training.error:
+        found.append(("training_failed", {"error_message": _sentence(training.error)}))
+    elif training.done:
+        found.append(("training_ended", {}))
+    return [_event(number, *kind) for number, kind in enumerate(found)]
+
+
+def _event(number: int, kind: str, data: Json) -> Json:
+    return {"id": str(number), "type": kind, "data": data}
+
+
+def _sentence(error: Exception) -> str:
+    return str(error) if isinstance(error, KitError) else f"{type(error).__name__}: {error}"
+
+
+def _page(entries: list[Json], after: str | None, limit: int) -> Json:
+    """A page of OpenAI's cursor kind: `after` is the id of the last entry that was read."""
+    if after is not None:
+        ids = [entry["id"] for entry in entries]
+        if after not in ids:
+            raise NotFound(f"There is no entry `{after}` to go on from", hint="Start anew")
+        entries = entries[ids.index(after) + 1 :]
+    return {"object": "list", "data": entries[:limit], "has_more": len(entries) > limit}
+
+
+def _model(backend: Backend, model_id: str) -> Model:
+    project, _, name = model_id.partition("~")
+    try:
+        wire = ModelWire(name=name, project=project)
+    except pydantic.ValidationError:
+        raise NotFound(f"There is no model `{model_id}`", hint="Register it first") from None
+    return backend.models.get(wire)

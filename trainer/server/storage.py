@@ -1,0 +1,161 @@
+"""What happens to checkpoints besides training: kept, deleted, forked, carried to S3 and back."""
+
+import asyncio
+import logging
+import shutil
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+
+from trainer import checkpoint
+from trainer.errors import BadRequest, Conflict, NotFound, Unsupported
+from trainer.server.backend import Backend
+from trainer.server.models import Model
+from trainer.server.wire import ForkRequest, S3Request
+
+logger = logging.getLogger(__name__)
+
+
+async def keep(backend: Backend, model: Model, steps: Collection[int]) -> list[int]:
+    """Delete every checkpoint but `steps` and the newest, without which the run could not go on."""
+    _check_idle(backend, model)
+    kept = {*steps, model.step}
+    gone = await asyncio.to_thread(checkpoint.delete, model.checkpoints, kept)
+    await backend.forget(model, gone)
+    return gone
+
+
+async def delete_model(backend: Backend, model: Model) -> None:
+    """Remove a model and all its files."""
+    _check_idle(backend, model)
+    await backend.forget(model, list(model.steps))
+    backend.models.remove(model)
+    await asyncio.to_thread(shutil.rmtree, model.directory, ignore_errors=True)
+
+
+async def fork(backend: Backend, model: Model, request: ForkRequest) -> None:
+    """Begin `model` with a checkpoint of another run, whose step it then has."""
+    _check_idle(backend, model)
+    project = request.from_project or model.project
+    with tempfile.TemporaryDirectory() as temporary:
+        source = backend.models.state / project / "models" / request.from_model
+        if request.from_s3_bucket:
+            source = Path(temporary)
+            s3 = _s3_path(request.from_s3_bucket, request.prefix, project, request.from_model)
+            await _aws("s3", "sync", f"{s3}/checkpoints", str(source / "checkpoints"))
+        step = _newest(source / "checkpoints", request.not_after_step, request.from_model)
+        if step <= model.step:
+            raise Conflict(
+                f"Model `{model.name}` is at step `{model.step}`, the fork would be at `{step}`",
+                hint="Fork into a new model",
+            )
+        path = checkpoint.path_of(source / "checkpoints", step)
+        lora = model.lora.model_dump(mode="json", exclude={"seed"})
+        about = checkpoint.verify(path)
+        if about.get("base_model") != backend.models.base_model or about.get("lora") != lora:
+            raise Conflict(
+                f"Checkpoint `{step}` of `{request.from_model}` has another base model or LoRA",
+                hint="Fork from a run with the same base model and `peft_args`",
+            )
+        await asyncio.to_thread(checkpoint.fork, path, model.checkpoints)
+    await backend.adopt(model)
+
+
+async def push(backend: Backend, model: Model, request: S3Request) -> None:
+    """Copy the model's directory to S3, as ART lays it out there."""
+    if request.only_step is not None:
+        raise BadRequest("A push has no `only_step`", hint="Remove it; it is for pulls")
+    s3 = _s3_path(request.s3_bucket, request.prefix, model.project, model.name)
+    # What is half made, or only means something to this server, stays here.
+    flags = ["--exclude", "journal*", "--exclude", "checkpoints/.*"]
+    await _aws("s3", "sync", str(model.directory), s3, *flags, *_delete_flag(request))
+
+
+async def pull(backend: Backend, model: Model, request: S3Request) -> None:
+    """Copy the model's directory from S3 and go on from its newest whole checkpoint."""
+    _check_idle(backend, model)
+    s3 = _s3_path(request.s3_bucket, request.prefix, model.project, model.name)
+    local = str(model.directory)
+    if request.only_step is None:
+        await _aws("s3", "sync", s3, local, *_delete_flag(request))
+    else:
+        step = request.only_step
+        wanted = f"{step:04d}" if isinstance(step, int) else await _latest_on_s3(s3)
+        target = f"{local}/checkpoints/{wanted}"
+        await _aws("s3", "sync", f"{s3}/checkpoints/{wanted}", target, *_delete_flag(request))
+        if not Path(target).is_dir():
+            raise NotFound(f"There is no step `{wanted}` in `{s3}`", hint="Check the step")
+    await backend.adopt(model)
+    if not model.steps:
+        raise NotFound(
+            f"`{s3}` holds no checkpoint that this server can use",
+            hint="Push it from a run of this server: a checkpoint needs its `manifest.json`",
+        )
+
+
+async def _latest_on_s3(s3: str) -> str:
+    listing = await _aws("s3", "ls", f"{s3}/checkpoints/")
+    names = [line.split()[-1].strip("/") for line in listing.splitlines() if line.strip()]
+    steps = [name for name in names if checkpoint.NAME.fullmatch(name)]
+    if not steps:
+        raise NotFound(f"There is no checkpoint in `{s3}`", hint="Check the bucket and the prefix")
+    return max(steps, key=int)
+
+
+def _check_idle(backend: Backend, model: Model) -> None:
+    training = backend.training_of(model)
+    if training and not training.done:
+        raise Conflict(
+            f"Model `{model.name}` is training", hint="Wait for the step to end, then try again"
+        )
+
+
+def _newest(checkpoints: Path, not_after: int | None, name: str) -> int:
+    steps = [
+        step
+        for step in checkpoint.list_steps(checkpoints)
+        if not_after is None or step <= not_after
+    ]
+    if not steps:
+        raise NotFound(
+            f"Model `{name}` has no checkpoint to fork from",
+            hint="Check `from_model`, `from_project` and `not_after_step`",
+        )
+    return steps[-1]
+
+
+def _s3_path(bucket: str | None, prefix: str | None, project: str, name: str) -> str:
+    if bucket is None:
+        raise BadRequest("No S3 bucket is named", hint="Give `s3_bucket`")
+    parts = [part for part in (prefix or "").split("/") if part]
+    if ".." in parts:
+        raise BadRequest(f"The prefix `{prefix}` leaves its bucket", hint="Remove the `..`")
+    return "/".join([f"s3://{bucket}", *parts, project, "models", name])
+
+
+def _delete_flag(request: S3Request) -> list[str]:
+    return ["--delete"] if request.delete else []
+
+
+async def _aws(*arguments: str) -> str:
+    """Run the AWS CLI, which has its own ways to credentials, and return what it prints."""
+    if shutil.which("aws") is None:
+        raise Unsupported(
+            "S3 needs the AWS CLI, which is not installed where this server runs",
+            hint="Install `awscli` there, or bring checkpoints home with `launcher pull`",
+        )
+    process = await asyncio.create_subprocess_exec(
+        "aws",
+        *arguments,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await process.communicate()
+    if process.returncode:
+        said = err.decode(errors="replace").strip().splitlines()
+        raise BadRequest(
+            f"`aws {' '.join(arguments[:2])}` failed: {said[-1] if said else process.returncode}",
+            hint="Check the bucket's name and the server's AWS credentials",
+        )
+    return out.decode(errors="replace")

@@ -1,0 +1,72 @@
+"""Tool calls in Hermes form: `<tool_call>{"name": …, "arguments": {…}}</tool_call>` in the text."""
+
+import json
+import uuid
+from typing import Any
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+Json = dict[str, Any]
+
+
+class ToolCallParser:
+    """Splits the text of one choice into content and tool calls, as it comes.
+
+    What is no valid call stays content, so that nothing the model wrote is lost.
+    """
+
+    def __init__(self) -> None:
+        self._pending = ""
+        self.calls: list[Json] = []
+
+    def add(self, text: str) -> str:
+        """The content that is certain after `text`."""
+        self._pending += text
+        content = ""
+        while True:
+            before, opened, rest = self._pending.partition(OPEN)
+            if not opened:
+                kept = _overlap(before, OPEN)
+                cut = len(before) - kept
+                self._pending = before[cut:]
+                return content + before[:cut]
+            inside, closed, after = rest.partition(CLOSE)
+            if not closed:
+                self._pending = OPEN + rest
+                return content + before
+            content += before
+            if call := parse_call(inside):
+                self.calls.append(call)
+            else:
+                content += OPEN + inside + CLOSE
+            self._pending = after
+
+    def finish(self) -> str:
+        """What was held back. A call whose end tag was cut off counts if it is whole JSON."""
+        pending, self._pending = self._pending, ""
+        if pending.startswith(OPEN) and (call := parse_call(pending[len(OPEN) :])):
+            self.calls.append(call)
+            return ""
+        return pending
+
+
+def parse_call(text: str) -> Json | None:
+    """An OpenAI tool call from the JSON inside the tags, or None."""
+    try:
+        value = json.loads(text)
+        name, arguments = value["name"], value.get("arguments", value.get("parameters", {}))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return {
+        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "type": "function",
+        "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
+    }
+
+
+def _overlap(text: str, tag: str) -> int:
+    """How many characters at the end of `text` may be the beginning of `tag`."""
+    return next(
+        (n for n in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-n:])), 0
+    )

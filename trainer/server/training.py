@@ -1,0 +1,173 @@
+"""One training step as a transaction: journal, train, checkpoint, load, advance.
+
+`kill -9` of the server or of a worker at any point changes nothing: the journaled request is
+trained again from the checkpoint before it, and gives the same one.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from trainer import faults
+from trainer.config import read_step_config
+from trainer.errors import WorkerDied
+from trainer.learner.handle import Learner
+from trainer.server.gate import Gate
+from trainer.server.journal import Request
+from trainer.server.ledger import choices_of
+from trainer.server.metrics import Metrics
+from trainer.server.models import Model
+
+logger = logging.getLogger(__name__)
+Json = dict[str, Any]
+ATTEMPTS = 3  # a learner that dies so often on one request would die on it for ever
+
+
+class Training:
+    """A step under way: it goes on whether or not a client listens to its rows."""
+
+    def __init__(
+        self,
+        model: Model,
+        request: Request,
+        learner: Learner,
+        gate: Gate,
+        load: Callable[[Model, int], Awaitable[float]],
+        metrics: Metrics,
+    ) -> None:
+        self.model = model
+        self.request = request
+        self._learner = learner
+        self._gate = gate
+        self._load = load
+        self._metrics = metrics
+        self._rows: list[Json] = []
+        self._changed = asyncio.Condition()
+        self._error: Exception | None = None
+        self.done = False
+        self._task = asyncio.create_task(self._run())
+
+    @property
+    def told(self) -> list[Json]:
+        """The rows of metrics so far."""
+        return self._rows
+
+    @property
+    def error(self) -> Exception | None:
+        """What ended the step, where it ended badly."""
+        return self._error
+
+    async def cancel(self) -> None:
+        """Only for a server that stops: the journal keeps the request."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    async def wait(self) -> None:
+        """Until the step is served; raises what ended it otherwise."""
+        async for _ in self.rows():
+            pass
+
+    async def rows(self) -> AsyncIterator[Json]:
+        """The rows of metrics from the first on, however late one asks."""
+        told = 0
+        while not self.done or told < len(self._rows):
+            await self._news(told)
+            # After a second attempt the rows begin anew; they are the same ones.
+            fresh = self._rows[told:]
+            told += len(fresh)
+            for row in fresh:
+                yield row
+        if self._error:
+            raise self._error
+
+    async def _news(self, told: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.done or len(self._rows) > told)
+
+    async def _run(self) -> None:
+        started = time.monotonic()
+        try:
+            faults.reached("server-journaled")
+            async with self._gate.training():
+                for attempt in range(1, ATTEMPTS + 1):
+                    try:
+                        step = await self._train()
+                        break
+                    except WorkerDied as error:
+                        if attempt == ATTEMPTS:
+                            raise
+                        logger.warning("training again after: %s", error.message)
+                faults.reached("server-trained")
+                canary = await self._load(self.model, step)
+                self.model.step = step  # served, and only then
+                faults.reached("server-advanced")
+            self._tell(canary, time.monotonic() - started)
+        except Exception as error:
+            logger.error("training %s failed: %s", self.model.key, error)
+            self._metrics.add("art_failed_steps_total", model=self.model.key)
+            self.model.journal.delivered()  # a request that cannot be trained is not tried for ever
+            self._error = error
+        finally:
+            self.done = True
+            await self._notify()
+
+    async def _train(self) -> int:
+        """Train once and return the step; one that reached its checkpoint is not trained again."""
+        self.model.read_steps()
+        if self.request.step in self.model.steps:
+            self._rows = self.model.journal.rows()
+            await self._notify()
+            return self.request.step
+        self.model.journal.restart()
+        self._rows = []
+        config = read_step_config(self.request.config)
+        step = self.request.step
+        async for row in self._learner.train(
+            self.model.checkpoints, self.request.groups, config, self.model.lora
+        ):
+            if "checkpoint" in row:
+                step = int(row["step"])
+                continue
+            self._rows.append(row)
+            self.model.journal.row(row)
+            faults.reached("server-row")
+            await self._notify()
+        self.model.add_step(step)
+        return step
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _tell(self, canary: float, seconds: float) -> None:
+        """Log the step, count it, and append its means to the run's history."""
+        model = self.model
+        logger.info("%s is at step %s after %.1f s", model.key, model.step, seconds)
+        means = {
+            name: sum(values) / len(values)
+            for name in sorted({name for row in self._rows for name in row})
+            if (values := [row[name] for row in self._rows if name in row])
+        }
+        self._metrics.add("art_steps_total", model=model.key)
+        self._metrics.add("art_retokenized_total", means.get("data/retokenized", 0))
+        self._metrics.set("art_step", model.step, model=model.key)
+        self._metrics.set("art_train_seconds", seconds, model=model.key)
+        self._metrics.set("art_canary_logprob_difference", canary, model=model.key)
+        rewards = [
+            trajectory["reward"]
+            for group in self.request.groups
+            for trajectory in group.get("trajectories") or []
+            if self.request.config.get("kind") != "sft"  # there rewards mean nothing
+        ]
+        line = {"step": model.step, "recorded_at": time.time(), **means}
+        line |= {"time/step_s": seconds, "canary/logprob_difference": canary}
+        line["data/step_num_truncated"] = sum(
+            choice.get("finish_reason") == "length" for choice in choices_of(self.request.groups)
+        )
+        if rewards:
+            line["train/reward"] = sum(rewards) / len(rewards)
+        with (model.directory / "history.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")

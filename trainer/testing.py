@@ -1,0 +1,115 @@
+"""Fakes for tests of agents: an engine that says what a script tells it to.
+
+    python -m trainer.testing script.json --port 7999 --openai-port 8000
+
+is `trainer serve` with such an engine: a small model cannot call tools, and an agent that does
+can be tested and trained all the same. The learner and everything else are real.
+"""
+
+import argparse
+import itertools
+import json
+import logging
+import math
+import re
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.engines.engine import Delta, Engine, SampleRequest
+from trainer.tokenizer import Tokenizer
+
+PIECE = 8  # tokens in one delta of a stream
+
+
+@dataclass
+class Rule:
+    """What to say to a prompt in which the pattern `when` is found: `replies`, in turn."""
+
+    when: str
+    replies: Sequence[str]
+    turns: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.turns = itertools.cycle(self.replies)
+
+
+class ScriptedEngine:
+    """Answers by the first rule that matches, and with the engine inside it where none does."""
+
+    name = "scripted"
+
+    def __init__(self, inner: Engine, tokenizer: Tokenizer, rules: Sequence[Rule]) -> None:
+        self._inner = inner
+        self._tokenizer = tokenizer
+        self._rules = rules
+
+    @property
+    def running(self) -> bool:
+        return self._inner.running
+
+    async def start(self) -> None:
+        await self._inner.start()
+
+    async def stop(self) -> None:
+        await self._inner.stop()
+
+    async def load(self, lora: str, path: Path) -> None:
+        await self._inner.load(lora, path)
+
+    async def unload(self, lora: str) -> None:
+        await self._inner.unload(lora)
+
+    async def sample(self, request: SampleRequest) -> AsyncIterator[Delta]:
+        prompt = self._tokenizer.decode(request.prompt_ids)
+        rule = next((rule for rule in self._rules if re.search(rule.when, prompt)), None)
+        if rule is None:
+            async for delta in self._inner.sample(request):
+                yield delta
+            return
+        for index in range(request.n):
+            for delta in self._say(next(rule.turns), index, request):
+                yield delta
+
+    def _say(self, text: str, index: int, request: SampleRequest) -> list[Delta]:
+        ids = [*self._tokenizer.encode(text), min(self._tokenizer.eos_ids)]
+        said = ids[: request.max_tokens]
+        size = PIECE if request.stream else len(said)
+        # What a policy that knows nothing would give to each.
+        logprob = -math.log(self._tokenizer.vocab_size)
+        deltas = [
+            Delta(
+                index,
+                token_ids=said[at : at + size],
+                logprobs=[logprob] * len(said[at : at + size]),
+                text=self._tokenizer.decode(said[at : at + size], skip_special_tokens=True),
+            )
+            for at in range(0, len(said), size)
+        ]
+        deltas[-1].finish_reason = "stop" if len(said) == len(ids) else "length"
+        return deltas
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("script", type=Path, help='JSON: [{"when": REGEX, "replies": [TEXT]}]')
+    for flag in ("--base-model", "--host", "--state-dir"):
+        parser.add_argument(flag)
+    for flag in ("--port", "--openai-port"):
+        parser.add_argument(flag, type=int)
+    flags = vars(parser.parse_args())
+    rules = [Rule(**rule) for rule in json.loads(flags.pop("script").read_text())]
+    from kit.settings import gather
+    from trainer.config import ServerConfig
+    from trainer.server.app import serve
+
+    def wrap(engine: Engine, directory: Path) -> Engine:
+        return ScriptedEngine(engine, Tokenizer(directory), rules)
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    serve(gather(ServerConfig, flags=flags), wrap_engine=wrap)
+
+
+if __name__ == "__main__":
+    main()
