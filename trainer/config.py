@@ -182,8 +182,12 @@ class ServerConfig(Config):
 
     base_model: Annotated[str | None, Env("BASE_MODEL")] = None
     """Model to load at start: a built-in name, a directory or a hub id."""
-    engine: Literal["auto", "embedded"] = "auto"
-    """What samples tokens."""
+    engine: Literal["auto", "vllm", "embedded"] = "auto"
+    """What samples tokens; `auto` is vLLM where a CUDA card and vLLM are found."""
+    engine_args: dict[str, Any] = Field(default_factory=dict)
+    """Settings of `vllm serve` by their Python names, such as `gpu_memory_utilization`."""
+    vllm: Annotated[str | None, Env("ART_VLLM")] = None
+    """Python of another environment that has vLLM; None is the one this server runs in."""
     host: str = "127.0.0.1"
     """Address both ports bind."""
     port: int = Field(7999, ge=0, le=65535)

@@ -12,7 +12,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,9 @@ class ScriptedEngine:
 
     async def stop(self) -> None:
         await self._inner.stop()
+
+    async def configure(self, arguments: Mapping[str, Any]) -> None:
+        await self._inner.configure(arguments)
 
     async def load(self, lora: str, path: Path) -> None:
         await self._inner.load(lora, path)

@@ -2,7 +2,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.serving import Serving
+from tests.serving import Serving, vllm_python
 
 
 @pytest.fixture(scope="session")
@@ -10,4 +10,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     cache = str(tmp_path_factory.getbasetemp() / "art-cache")
     directory = tmp_path_factory.mktemp("server")
     with Serving(directory, "tiny-random", ART_CACHE=cache) as serving:
+        yield serving
+
+
+@pytest.fixture(scope="session")
+def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """The same with vLLM, on a CPU and from its own environment."""
+    cache = str(tmp_path_factory.getbasetemp() / "art-cache")
+    directory = tmp_path_factory.mktemp("vllm-server")
+    arguments = ("--engine", "vllm")
+    variables = {"ART_CACHE": cache, "ART_VLLM": vllm_python()}
+    with Serving(directory, "tiny-random", *arguments, **variables) as serving:
         yield serving

@@ -14,15 +14,21 @@ from trainer.client import ArtBackend
 BASE = "tiny-random"
 
 
+@pytest.fixture(params=["server", "vllm_server"], ids=["embedded", "vllm"])
+def serving(request: pytest.FixtureRequest) -> Any:
+    """Every test of this file runs against both engines."""
+    return request.getfixturevalue(request.param)
+
+
 @pytest.fixture
-def chat(server: Any) -> Any:
-    with openai.OpenAI(base_url=f"{server.openai}/v1", api_key="any") as client:
+def chat(serving: Any) -> Any:
+    with openai.OpenAI(base_url=f"{serving.openai}/v1", api_key="any") as client:
         yield client.chat.completions
 
 
 @pytest.mark.parametrize("path", ["/health", "/healthcheck"])
-def test_both_ports_answer_health(server: Any, path: str) -> None:
-    for port in (server.control, server.openai):
+def test_both_ports_answer_health(serving: Any, path: str) -> None:
+    for port in (serving.control, serving.openai):
         assert httpx.get(port + path).json() == {"status": "ok"}
 
 
@@ -76,35 +82,35 @@ def test_the_same_seed_gives_the_same_tokens_and_a_stream_the_same_text(chat: An
         ),
     ],
 )
-def test_a_bad_chat_request_is_a_sentence(server: Any, body: Any, status: int, says: str) -> None:
-    response = httpx.post(f"{server.openai}/v1/chat/completions", json=body)
+def test_a_bad_chat_request_is_a_sentence(serving: Any, body: Any, status: int, says: str) -> None:
+    response = httpx.post(f"{serving.openai}/v1/chat/completions", json=body)
     assert response.status_code == status
     assert says in response.json()["error"]["message"]
     assert says in response.json()["detail"]
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", ""])
-def test_a_name_that_is_no_plain_name_is_refused(server: Any, name: str) -> None:
+def test_a_name_that_is_no_plain_name_is_refused(serving: Any, name: str) -> None:
     body = {"name": name, "project": "p", "base_model": BASE}
-    response = httpx.post(f"{server.control}/register", json=body)
+    response = httpx.post(f"{serving.control}/register", json=body)
     assert response.status_code == 422 and "`name`" in response.json()["detail"]
 
 
-def test_another_base_model_is_a_conflict(server: Any) -> None:
+def test_another_base_model_is_a_conflict(serving: Any) -> None:
     body = {"name": "other", "project": "p", "base_model": "Qwen/Qwen2.5-3B-Instruct"}
-    response = httpx.post(f"{server.control}/register", json=body)
+    response = httpx.post(f"{serving.control}/register", json=body)
     assert response.status_code == 409 and "`tiny-random`" in response.json()["detail"]
 
 
-def test_a_setting_we_lack_is_refused_by_name(server: Any) -> None:
+def test_a_setting_we_lack_is_refused_by_name(serving: Any) -> None:
     body = {
         "name": "m",
         "project": "p",
         "base_model": BASE,
-        "_internal_config": {"init_args": None, "engine_args": {"swap_space": 4}},
+        "_internal_config": {"init_args": None, "engine_args": {"api_key": "x"}},
     }
-    response = httpx.post(f"{server.control}/register", json=body)
-    assert response.status_code == 400 and "`engine_args.swap_space`" in response.json()["detail"]
+    response = httpx.post(f"{serving.control}/register", json=body)
+    assert response.status_code == 400 and "`engine_args.api_key`" in response.json()["detail"]
 
 
 async def rollout(model: TrainableModel[Any, Any], reward: float) -> Trajectory:
@@ -116,9 +122,9 @@ async def rollout(model: TrainableModel[Any, Any], reward: float) -> Trajectory:
 
 
 async def test_the_real_art_client_trains_two_steps_and_sees_the_weights_change(
-    server: Any, tmp_path: Path
+    serving: Any, tmp_path: Path
 ) -> None:
-    backend = ArtBackend(server.control)
+    backend = ArtBackend(serving.control)
     model: TrainableModel[Any, Any] = TrainableModel(
         name="client", project="contract", base_model=BASE, base_path=str(tmp_path)
     )
@@ -130,7 +136,7 @@ async def test_the_real_art_client_trains_two_steps_and_sees_the_weights_change(
         assert result.step == step
         assert result.metrics["loss/grad_norm"] > 0
         assert model.get_inference_name() == f"client@{step}"
-    checkpoints = server.state / "contract" / "models" / "client" / "checkpoints"
+    checkpoints = serving.state / "contract" / "models" / "client" / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["0000", "0001", "0002"]
     assert all(damage(path) == [] for path in checkpoints.iterdir())
 
@@ -149,7 +155,10 @@ async def test_the_real_art_client_trains_two_steps_and_sees_the_weights_change(
         return answer.choices[0].logprobs.content[0].logprob
 
     assert [a.policy_step for a in (old, new, latest, followed, frozen)] == [0, 2, 2, 2, 0]
-    assert first_logprob(new) != first_logprob(old) == first_logprob(frozen)
-    assert first_logprob(new) == first_logprob(latest) == first_logprob(followed)
+    # vLLM computes a prompt that it has cached in other chunks, and so rounds otherwise.
+    close = pytest.approx(first_logprob(new), abs=1e-4)
+    assert first_logprob(latest) == close and first_logprob(followed) == close
+    assert first_logprob(old) == pytest.approx(first_logprob(frozen), abs=1e-4)
+    assert first_logprob(old) != close
     await model.openai_client().close()
     await backend.close()

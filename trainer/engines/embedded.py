@@ -1,8 +1,9 @@
 """The embedded engine: samples with our own model in a worker process, no extra dependency."""
 
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from trainer.channel import Worker
 from trainer.engines.engine import Delta, SampleRequest
@@ -29,6 +30,9 @@ class EmbeddedEngine:
 
     async def stop(self) -> None:
         await self._worker.stop()
+
+    async def configure(self, arguments: Mapping[str, Any]) -> None:
+        """Nothing to do: `trainer.server.settings` refuses what would need something done."""
 
     async def load(self, lora: str, path: Path) -> None:
         await self._revive()

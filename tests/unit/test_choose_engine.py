@@ -1,0 +1,90 @@
+import sys
+from pathlib import Path
+
+import pytest
+
+from kit.errors import ConfigError, NotInstalled
+from trainer.config import ServerConfig
+from trainer.engines import choose
+from trainer.engines.vllm_args import check, flags, rank_for
+from trainer.errors import Unsupported
+
+
+@pytest.mark.parametrize(
+    ("cuda", "vllm", "asked", "expected"),
+    [
+        (True, True, "auto", "vllm"),
+        (True, False, "auto", "embedded"),
+        (False, True, "auto", "embedded"),
+        (True, True, "embedded", "embedded"),
+        (False, False, "vllm", "vllm"),
+    ],
+)
+def test_auto_is_vllm_where_a_card_and_vllm_are_found(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool, vllm: bool, asked: str, expected: str
+) -> None:
+    monkeypatch.setattr(choose, "has_cuda", lambda: cuda)
+    monkeypatch.setattr(choose, "_is_installed", lambda _: vllm)
+    config = ServerConfig.model_validate({"engine": asked})
+    assert choose.chosen(config) == expected
+
+
+def test_hidden_cards_are_no_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert not choose.has_cuda()
+
+
+def test_the_program_is_a_python_an_environment_or_a_vllm(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    for name in ("python", "vllm"):
+        (tmp_path / "bin" / name).symlink_to(sys.executable)
+    module = ["-m", "vllm.entrypoints.cli.main", "serve"]
+    python = str(tmp_path / "bin" / "python")
+    assert choose.vllm_program(python) == [python, *module]
+    assert choose.vllm_program(str(tmp_path)) == [python, *module]
+    assert choose.vllm_program(f"{tmp_path}/bin/vllm") == [f"{tmp_path}/bin/vllm", "serve"]
+    with pytest.raises(NotInstalled, match="`ART_VLLM` names"):
+        choose.vllm_program(f"{tmp_path}/nope")
+
+
+def test_vllm_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose, "_is_installed", lambda _: False)
+    with pytest.raises(NotInstalled, match="needs `vllm`") as caught:
+        choose.vllm_program(None)
+    assert "ART_VLLM" in caught.value.hint
+
+
+def test_the_embedded_engine_takes_no_settings_of_vllm(tmp_path: Path) -> None:
+    config = ServerConfig(engine="embedded", engine_args={"max_num_seqs": 4})
+    with pytest.raises(ConfigError, match="`max_num_seqs`"):
+        choose.create_engine(config, tmp_path, log=tmp_path / "log")
+
+
+def test_settings_become_the_flags_of_vllm() -> None:
+    assert flags(
+        {
+            "gpu_memory_utilization": 0.5,
+            "enforce_eager": True,
+            "enable_prefix_caching": False,
+            "quantization": None,
+            "allowed_origins": ["a", "b"],
+            "compilation_config": {"level": 3},
+        }
+    ) == [
+        *("--gpu-memory-utilization", "0.5", "--enforce-eager", "--no-enable-prefix-caching"),
+        *("--allowed-origins", "a", "b", "--compilation-config", '{"level": 3}'),
+    ]
+
+
+def test_a_setting_that_would_break_the_server_is_refused_by_name() -> None:
+    check({"tensor_parallel_size": 2, "max_model_len": 8192})
+    for name in ("host", "uds", "enable_lora", "logprobs_mode", "no such-name"):
+        with pytest.raises(Unsupported, match=rf"`engine_args\.{name}`"):
+            check({name: 1})
+
+
+def test_the_rank_is_the_smallest_that_vllm_has_and_holds_the_lora() -> None:
+    assert [rank_for(rank) for rank in (1, 8, 9, 64, 300)] == [8, 8, 16, 64, 320]
+    with pytest.raises(Unsupported, match="513"):
+        rank_for(513)

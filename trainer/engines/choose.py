@@ -1,0 +1,83 @@
+"""Which engine samples: vLLM where there is a CUDA card and vLLM, else the embedded one.
+
+Looks for both without importing either, since the server holds no torch.
+"""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import Literal
+
+from kit.errors import ConfigError, NotInstalled
+from trainer.config import ServerConfig
+from trainer.engines.embedded import EmbeddedEngine
+from trainer.engines.engine import Engine
+from trainer.engines.vllm import VllmEngine
+
+
+def create_engine(config: ServerConfig, directory: Path, *, log: Path) -> Engine:
+    """The engine that `config` asks for, not started yet.
+
+    What a client asks for in `engine_args` is given to its `configure`, before or after.
+    """
+    if chosen(config) == "embedded":
+        if config.engine_args:
+            names = ", ".join(f"`{name}`" for name in config.engine_args)
+            raise ConfigError(
+                f"`engine_args` sets {names}, and this server samples with the embedded engine",
+                hint="Remove them, or use `--engine vllm`",
+            )
+        return EmbeddedEngine(directory, log=log)
+    return VllmEngine(
+        directory,
+        program=vllm_program(config.vllm),
+        log=log,
+        rank=config.lora.rank,
+        cuda=has_cuda(),
+        arguments=config.engine_args,
+    )
+
+
+def chosen(config: ServerConfig) -> Literal["vllm", "embedded"]:
+    if config.engine != "auto":
+        return config.engine
+    return "vllm" if has_cuda() and (config.vllm or _is_installed("vllm")) else "embedded"
+
+
+def has_cuda() -> bool:
+    """Whether a process started from here would see an NVIDIA card."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and visible.strip() in ("", "-1"):
+        return False
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def vllm_program(given: str | None) -> list[str]:
+    """The command before vLLM's arguments; `given` is a Python, an environment or a `vllm`."""
+    if given is None:
+        if not _is_installed("vllm"):
+            raise NotInstalled(
+                "The vLLM engine needs `vllm`, not installed here",
+                hint="On a GPU machine `pip install 'art-cluster[cluster]'`, or name the Python "
+                "of an environment that has it in `ART_VLLM`, or use `--engine embedded`",
+            )
+        return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+    path = Path(given).expanduser()
+    if path.is_dir():
+        path = path / "bin" / "python"
+    if not os.access(path, os.X_OK):
+        raise NotInstalled(
+            f"`ART_VLLM` names `{given}`, and there is no program `{path}`",
+            hint="Name the Python of an environment with vLLM, or its `vllm`",
+        )
+    # Not resolved: a virtual environment's Python is a link, and the link is what makes it one.
+    path = path.absolute()
+    if path.name.startswith("python"):
+        return [str(path), "-m", "vllm.entrypoints.cli.main", "serve"]
+    return [str(path), "serve"]
+
+
+def _is_installed(package: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None

@@ -1,0 +1,111 @@
+"""From `engine_args` to the flags of `vllm serve`: ours, the user's, and those we must refuse."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import Unsupported
+from trainer.precision import dtype_name
+
+Json = dict[str, Any]
+BASE = "base"  # what vLLM calls the model without a LoRA
+# The ranks that vLLM has kernels for.
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+
+# Settings that would break what the server relies on, and why.
+_WHERE = "the server chooses where vLLM listens, and nothing else may reach it"
+_LORA = "the server loads one LoRA a step by itself"
+_TOKENS = "the server needs exact tokens and the policy's own logprobs"
+_CHAT = "chat templates and tool calls are the server's"
+_ONE = "several API processes would each know other LoRAs"
+REFUSED = {
+    **dict.fromkeys(("host", "port", "uds", "api_key", "root_path", "grpc", "grpc_port"), _WHERE),
+    **dict.fromkeys(("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"), _WHERE),
+    **dict.fromkeys(("config", "model", "model_tag", "served_model_name", "headless"), _WHERE),
+    **dict.fromkeys(("enable_lora", "lora_modules", "lora_dtype", "fully_sharded_loras"), _LORA),
+    **dict.fromkeys(("logprobs_mode", "generation_config", "skip_tokenizer_init"), _TOKENS),
+    **dict.fromkeys(("override_generation_config", "tokenizer", "runner", "task"), _TOKENS),
+    **dict.fromkeys(("chat_template", "enable_auto_tool_choice", "tool_call_parser"), _CHAT),
+    **dict.fromkeys(("reasoning_parser", "response_role", "tool_parser_plugin"), _CHAT),
+    **dict.fromkeys(("api_server_count", "data_parallel_external_lb"), _ONE),
+}
+
+
+def check(arguments: Mapping[str, Any]) -> None:
+    """Refuse, by name, every argument that the server cannot leave to its user."""
+    for name in arguments:
+        if why := REFUSED.get(name):
+            raise Unsupported(f"`engine_args.{name}` cannot be set: {why}")
+        if not name.isidentifier():
+            raise Unsupported(f"`engine_args.{name}` is no name of a vLLM setting")
+
+
+def rank_for(rank: int) -> int:
+    """The smallest `--max-lora-rank` that holds a LoRA of `rank`: its cost is the maximum's."""
+    for allowed in RANKS:
+        if rank <= allowed:
+            return allowed
+    raise Unsupported(f"vLLM takes a LoRA of rank {RANKS[-1]} at most, not `{rank}`")
+
+
+def defaults(directory: Path, *, rank: int, cuda: bool) -> Json:
+    """What we set unless the user does."""
+    settings: Json = {
+        "dtype": dtype_name(directory, cuda=cuda),  # the learner's
+        "enable_prefix_caching": True,
+        "max_lora_rank": rank_for(rank),
+        # A run samples from its newest step; one more is for a look at an older one.
+        "max_loras": 2,
+        "max_cpu_loras": 4,
+    }
+    if cuda:
+        # The learner shares the card.
+        return {**settings, "gpu_memory_utilization": 0.5}
+    # Compiling takes minutes on a CPU and gains little there. A prompt with a seed whose prefill
+    # is cut in chunks ends vLLM's engine on a CPU: "CPU Generator does not use offset".
+    return {**settings, "enforce_eager": True, "enable_chunked_prefill": False}
+
+
+def command_line(directory: Path, socket: Path, arguments: Mapping[str, Any]) -> list[str]:
+    """The arguments of `vllm serve`."""
+    ours: Json = {
+        "uds": str(socket),
+        "served_model_name": BASE,
+        "enable_lora": True,
+        "logprobs_mode": "raw_logprobs",  # those before temperature, top-p and top-k
+        # A model's own generation_config would set penalties and top-k that nobody asked for.
+        "generation_config": "vllm",
+        "disable_uvicorn_access_log": True,
+    }
+    return [str(directory), *flags({**arguments, **ours})]
+
+
+def flags(arguments: Mapping[str, Any]) -> list[str]:
+    """vLLM's flags for settings by their Python names; None is absent."""
+    result: list[str] = []
+    for name, value in arguments.items():
+        flag = "--" + name.replace("_", "-")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            result.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, dict):
+            result += [flag, json.dumps(value)]
+        elif isinstance(value, list | tuple):
+            result += [flag, *(str(item) for item in value)]
+        else:
+            result += [flag, str(value)]
+    return result
+
+
+def environment(*, cuda: bool) -> dict[str, str]:
+    """Variables of the vLLM process, beside those it inherits."""
+    variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if not cuda:
+        # The first logprob would compile C++ for half a minute on a CPU, even when eager.
+        variables["TORCH_COMPILE_DISABLE"] = "1"
+        # GiB; vLLM's own default is a share of the machine's memory.
+        variables["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2")
+    return variables

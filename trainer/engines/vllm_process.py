@@ -1,0 +1,199 @@
+"""The `vllm serve` process: its start, told as it goes, its end, and what it died of."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import httpx
+
+from trainer.engines import vllm_log
+from trainer.errors import BadRequest, NotFound, TrainerError, WorkerDied
+
+logger = logging.getLogger(__name__)
+Json = dict[str, Any]
+TELL_EVERY = 5.0  # seconds between two lines about a start
+STOP_WITHIN = 12.0  # seconds; the guard ends the group after 8
+
+
+class VllmProcess:
+    """One life of vLLM, behind a socket file in a directory that only we can enter.
+
+    A process that has ended is not started again: another one is made.
+    """
+
+    def __init__(self, program: list[str], *, log: Path) -> None:
+        self.log = log
+        self._program = program
+        self._process: asyncio.subprocess.Process | None = None
+        self._ended = False
+        self._log_start = 0
+        self._directory: Path | None = None
+        self._client = httpx.AsyncClient()
+
+    @property
+    def started(self) -> bool:
+        return self._process is not None
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def start(
+        self, arguments: Callable[[Path], list[str]], environment: Mapping[str, str]
+    ) -> None:
+        """Start vLLM with `arguments(socket)` and wait until it answers on that socket."""
+        # Not beside the log: a socket's path may have 107 bytes at most.
+        self._directory = Path(tempfile.mkdtemp(prefix="art-vllm-"))
+        socket = self._directory / "api"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        self._log_start = self.log.stat().st_size if self.log.exists() else 0
+        transport = httpx.AsyncHTTPTransport(
+            uds=str(socket),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        )
+        self._client = httpx.AsyncClient(
+            transport=transport, base_url="http://vllm", timeout=httpx.Timeout(None)
+        )
+        with self.log.open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "trainer.engines.guard", *self._program),
+                *arguments(socket),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **environment},
+                start_new_session=True,  # its group can be ended whole
+            )
+        logger.info("vLLM is starting (pid %s); its log is %s", self._process.pid, self.log)
+        try:
+            await self._wait_until_ready()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """End every process of vLLM: politely first, then not."""
+        if self._process and not self._ended:
+            if self._process.returncode is None:
+                self._process.terminate()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._process.wait(), STOP_WITHIN)
+            # Also when the guard was killed: what it guarded may have stayed.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._ended = True
+            await self._process.wait()
+        await self._client.aclose()
+        if self._directory:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    async def context(self) -> int:
+        """Most tokens of prompt and completion together."""
+        served = (await self._client.get("/v1/models")).json()
+        return int(served["data"][0]["max_model_len"])
+
+    async def post(self, path: str, body: Json) -> Json:
+        if not self.running:
+            raise self.died()
+        try:
+            answer = await self._client.post(path, json=body)
+        except httpx.TransportError as error:
+            await self._fail(f"{type(error).__name__} {error}")
+        await self._check(answer)
+        if not answer.headers.get("content-type", "").startswith("application/json"):
+            return {}  # loading a LoRA answers with a sentence
+        result: Json = answer.json()
+        return result
+
+    async def stream(self, path: str, body: Json) -> AsyncGenerator[Json]:
+        """The events of a streamed answer. Leaving early closes the connection, which cancels."""
+        if not self.running:
+            raise self.died()
+        try:
+            async with self._client.stream("POST", path, json=body) as answer:
+                await self._check(answer)
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    event = json.loads(line[len("data: ") :])
+                    if error := event.get("error"):
+                        await self._fail(str(error.get("message", error)))
+                    yield event
+        except httpx.TransportError as error:
+            await self._fail(f"{type(error).__name__} {error}")
+
+    async def _check(self, answer: httpx.Response) -> None:
+        if answer.status_code == 200:
+            return
+        await answer.aread()
+        try:
+            message = str(answer.json()["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            message = answer.text.strip() or f"status {answer.status_code}"
+        if answer.status_code == 404:
+            raise NotFound(f"vLLM: {message}")
+        if answer.status_code < 500:
+            raise BadRequest(f"vLLM: {message}")
+        await self._fail(message)
+
+    async def _fail(self, message: str) -> NoReturn:
+        """Tell an error of vLLM from its death, and raise the one or the other."""
+        if not await self._is_ending():
+            raise TrainerError(f"vLLM: {message}", hint=f"See `{self.log}`")
+        died = self.died()
+        await self.stop()
+        raise died
+
+    async def _is_ending(self, within: float = 30.0) -> bool:
+        """After an error: whether vLLM is going down (its end is awaited) or still well."""
+        deadline = time.monotonic() + within
+        while self.running and time.monotonic() < deadline:
+            if await self._healthy():
+                return False
+            await asyncio.sleep(0.1)
+        return True
+
+    def died(self) -> WorkerDied:
+        """What vLLM died of, for the user."""
+        cause = vllm_log.cause(self._lines())
+        hint = vllm_log.hint(cause) or "It is started again at the next request"
+        return WorkerDied(f"vLLM ended: {cause}", hint=f"{hint}; its whole log is `{self.log}`")
+
+    async def _wait_until_ready(self) -> None:
+        started = told = time.monotonic()
+        while not await self._healthy():
+            if not self.running:
+                raise self.died()
+            now = time.monotonic()
+            if now - told >= TELL_EVERY:
+                told = now
+                logger.info(
+                    "vLLM is %s (%.0f s so far)", vllm_log.stage(self._lines()), now - started
+                )
+            await asyncio.sleep(0.2)
+        logger.info("vLLM is ready after %.0f s", time.monotonic() - started)
+
+    async def _healthy(self) -> bool:
+        try:
+            return (await self._client.get("/health", timeout=5)).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def _lines(self) -> list[str]:
+        """What this vLLM logged, without its predecessors."""
+        try:
+            with self.log.open("rb") as file:
+                file.seek(self._log_start)
+                return file.read().decode(errors="replace").splitlines()
+        except FileNotFoundError:
+            return []

@@ -1,0 +1,21 @@
+"""In which precision a model computes: one answer for the learner and every engine. No torch."""
+
+import json
+from pathlib import Path
+from typing import Literal
+
+
+def dtype_name(directory: Path, *, cuda: bool) -> Literal["bfloat16", "float32"]:
+    """The dtype of the stored weights where the hardware multiplies it fast, else fp32."""
+    config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    stored = config.get("dtype") or config.get("torch_dtype") or "float32"
+    if stored in ("bfloat16", "float16") and (cuda or _cpu_has_amx()):
+        return "bfloat16"
+    return "float32"
+
+
+def _cpu_has_amx() -> bool:
+    try:
+        return " amx_bf16" in Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
