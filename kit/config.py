@@ -6,6 +6,8 @@ which YAML 1.1 takes for strings, are numbers here.
 
 import difflib
 import re
+import types
+import typing
 from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -128,20 +130,38 @@ def faults(
     """Say all of pydantic's complaints in our words, nearest right name included."""
     told = []
     for error in exc.errors(include_url=False):
-        place = tuple(error["loc"])
+        place = _as_written(tuple(error["loc"]), lines)
         name = ".".join(str(part) for part in place) or "the whole file"
         line = _nearest_line(place, lines)
-        if error["type"] == "extra_forbidden":
-            what = "is not a setting" + _suggestion(model, place)
-        elif error["type"] == "missing":
-            what = "is required"
-        else:
-            what = f"{error['msg'][0].lower()}{error['msg'][1:]} (got `{error['input']!r}`)"
-        told.append((f"line {line}: " if line else "") + f"`{name}` {what}")
+        told.append((f"line {line}: " if line else "") + f"`{name}` {_complaint(error, model)}")
     return ConfigError(
         f"`{source}` has {len(told)} fault{'s' * (len(told) > 1)}: " + "; ".join(told),
         hint=f"Mend {'them' if len(told) > 1 else 'it'} and try again",
     )
+
+
+def _complaint(error: Any, model: type[pydantic.BaseModel]) -> str:
+    if error["type"] == "extra_forbidden":
+        return "is not a setting" + _nearest(error["loc"][-1], _names_at(model, error["loc"][:-1]))
+    if error["type"] == "missing":
+        return "is required"
+    if error["type"] == "union_tag_invalid":
+        tags = error["ctx"]["expected_tags"].replace("'", "").split(", ")
+        tag = error["ctx"]["tag"]
+        known = ", ".join(f"`{name}`" for name in tags)
+        return f"has the type `{tag}`, which is none of {known}" + _nearest(tag, tags)
+    return f"{error['msg'][0].lower()}{error['msg'][1:]} (got `{error['input']!r}`)"
+
+
+def _as_written(place: Location, lines: dict[Location, int]) -> Location:
+    """A fault's place without the tags that pydantic puts in for the members of a union."""
+    if not lines:
+        return place
+    path: Location = ()
+    for index, part in enumerate(place):
+        if (*path, part) in lines or index == len(place) - 1:
+            path = (*path, part)
+    return path
 
 
 def _nearest_line(place: Location, lines: dict[Location, int]) -> int | None:
@@ -152,17 +172,49 @@ def _nearest_line(place: Location, lines: dict[Location, int]) -> int | None:
     return None
 
 
-def _suggestion(model: type[pydantic.BaseModel], place: Location) -> str:
-    known = model
-    for part in place[:-1]:
-        field = known.model_fields.get(str(part))
-        if not (
-            field
-            and isinstance(field.annotation, type)
-            and issubclass(field.annotation, pydantic.BaseModel)
-        ):
-            return ""
-        known = field.annotation
-    names = [field.alias or name for name, field in known.model_fields.items()]
-    near = difflib.get_close_matches(str(place[-1]), names, n=1)
+def _nearest(name: str | int, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(name), list(known), n=1)
     return f", did you mean `{near[0]}`?" if near else ""
+
+
+def _names_at(model: type[pydantic.BaseModel], place: Location) -> list[str]:
+    """The settings that exist at `place`, none when no model is there."""
+    found: Any = model
+    for part in place:
+        found = _child(found, str(part))
+    models = [each for each in _members(found) if _is_model(each)]
+    return [field.alias or name for each in models for name, field in each.model_fields.items()]
+
+
+def _child(annotation: Any, part: str) -> Any:
+    for member in _members(annotation):
+        if _is_model(member):
+            for name, field in member.model_fields.items():
+                if part in (name, field.alias):
+                    return field.annotation
+        elif typing.get_origin(member) is dict:
+            return typing.get_args(member)[1]
+    # The tag of a union's member: the name that follows belongs to that member.
+    for member in _members(annotation, keep_tags=True):
+        if any(getattr(mark, "tag", None) == part for mark in getattr(member, "__metadata__", ())):
+            return member
+    return None
+
+
+def _members(annotation: Any, *, keep_tags: bool = False) -> list[Any]:
+    """The alternatives of an annotation, one when it is no union."""
+    while typing.get_origin(annotation) is typing.Annotated:
+        if keep_tags and any(isinstance(m, pydantic.Tag) for m in annotation.__metadata__):
+            return [annotation]
+        annotation = typing.get_args(annotation)[0]
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return [
+            found
+            for member in typing.get_args(annotation)
+            for found in _members(member, keep_tags=keep_tags)
+        ]
+    return [annotation]
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel)

@@ -23,6 +23,7 @@ def cli() -> None:
       trainer serve --base-model tiny-random
       trainer models
       trainer doctor
+      trainer finetune --config_file=config.yaml
     """
 
 
@@ -63,6 +64,67 @@ def serve(config_file: Path | None, env_file: Path | None, **flags: Any) -> None
     from trainer.server.app import serve
 
     serve(config)
+
+
+@cli.command()
+@click.option(
+    "--config_file",
+    "--config-file",
+    type=Path,
+    required=True,
+    metavar="YAML",
+    help="What to train and how.",
+)
+@click.option(
+    "--validation_dataset",
+    "--validation-dataset",
+    type=Path,
+    metavar="FILE",
+    help="Examples that are measured, not trained on.",
+)
+@click.option(
+    "--validation_interval",
+    "--validation-interval",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    metavar="N",
+    help="Validate every N epochs.",
+)
+@click.option(
+    "-o",
+    "--override",
+    "overrides",
+    type=(str, str),
+    multiple=True,
+    metavar="NAME VALUE",
+    help="Set one value of the file; may be repeated.",
+)
+@click.option("--resume", is_flag=True, help="Go on where the run in the output directory ended.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def finetune(config_file: Path, as_json: bool, **options: Any) -> None:
+    """Train an agent's model: sample, score and train, epoch by epoch.
+
+    \b
+    Example:
+      trainer finetune --config_file=configs/finetune.yml
+      trainer finetune --config_file=configs/finetune.yml \\
+          --validation_dataset=data/val.json --validation_interval=5
+      trainer finetune --config_file=configs/finetune.yml -o finetuning.num_epochs 50
+    """
+    from trainer.harness.finetune import closing_lines, finetune, summary
+
+    try:
+        result = finetune(config_file, **options)
+    except KeyboardInterrupt:
+        kit.cli.note("Stopped; the same command with `--resume` goes on from here")
+        raise click.exceptions.Exit(130) from None
+    if result is None:
+        return
+    for line in closing_lines(result):
+        kit.cli.note(line)
+    if as_json:
+        kit.cli.data(summary(result))
 
 
 state_dir = click.option(

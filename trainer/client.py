@@ -66,7 +66,7 @@ class ArtBackend:
         verbose = bool(settings.pop("verbose", False))
         rows = [row async for row in self._train_model(model, groups, {}, settings, verbose)]
         step = await self._moved(model)
-        return TrainResult(step=step, metrics=_means(rows))
+        return TrainResult(step=step, metrics=means(rows))
 
     def _train_model(
         self,
@@ -175,7 +175,7 @@ def _settings(given: Json) -> Json:
     return asked
 
 
-def _means(rows: list[dict[str, float]]) -> dict[str, float]:
+def means(rows: list[dict[str, float]]) -> dict[str, float]:
     names = sorted({name for row in rows for name in row})
     found = {name: [row[name] for row in rows if name in row] for name in names}
     return {name: sum(values) / len(values) for name, values in found.items()}

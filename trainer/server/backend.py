@@ -20,6 +20,7 @@ from trainer.server.journal import Request, digest
 from trainer.server.ledger import Entry, Ledger, choices_of
 from trainer.server.metrics import Metrics
 from trainer.server.models import Model, Models
+from trainer.server.rollouts import Rollouts
 from trainer.server.settings import (
     check_internal_config,
     lora_config,
@@ -49,6 +50,7 @@ class Backend:
         state = Path(config.state_dir).expanduser().resolve()
         self.models = Models(state)
         self.ledger = Ledger(state / "ledger.db")
+        self.rollouts = Rollouts(state / "rollouts.db")
         self.metrics = Metrics()
         self._logs = state / "logs"
         self._engine: Engine | None = None
@@ -77,6 +79,7 @@ class Backend:
             if worker:
                 await worker.stop()
         self.ledger.close()
+        self.rollouts.close()
 
     @property
     def training(self) -> bool:

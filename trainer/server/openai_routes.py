@@ -3,7 +3,7 @@
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pydantic
@@ -106,6 +106,18 @@ class Answer:
             "usage": self._usage(),
         }
 
+    def said(self, messages: list[Json], tools: list[Json] | None) -> Json:
+        """The conversation of this request, as a rollout's record keeps it."""
+        whole = self.whole()
+        return {
+            "model": whole["model"],
+            "policy_step": self.step,
+            "created": time.time(),
+            "messages": messages,
+            "tools": tools,
+            "choices": whole["choices"],
+        }
+
     def add(self, step: int, delta: Delta) -> Json:
         """Take a delta in, and return it as a chunk of a stream."""
         self.step = step
@@ -173,16 +185,22 @@ def routes(backend: Backend) -> APIRouter:
         assert backend.tokenizer
         asked = body.sample_request(backend.tokenizer)
         rollout = request.path_params.get("rollout")
-        deltas = backend.sample(body.model, asked, rollout=rollout)
         answer = Answer(body.model, asked.prompt_ids, tools=bool(body.tools))
+        deltas = backend.sample(body.model, asked, rollout=rollout)
+
+        def keep() -> None:
+            if rollout:
+                backend.rollouts.record(rollout, answer.said(body.messages, body.tools))
+
         if body.stream:
             # The first delta is drawn before the status goes out, so that an error is a 4xx.
             first = answer.add(*await anext(deltas))
             usage = bool((body.stream_options or {}).get("include_usage"))
-            events = _events(answer, first, deltas, usage=usage)
+            events = _events(answer, first, deltas, keep, usage=usage)
             return StreamingResponse(events, media_type="text/event-stream")
         async for step, delta in deltas:
             answer.add(step, delta)
+        keep()
         return JSONResponse(answer.whole())
 
     return router
@@ -193,11 +211,17 @@ def _model(name: str) -> Json:
 
 
 async def _events(
-    answer: Answer, first: Json, deltas: AsyncIterator[tuple[int, Delta]], *, usage: bool
+    answer: Answer,
+    first: Json,
+    deltas: AsyncIterator[tuple[int, Delta]],
+    keep: Callable[[], None],
+    *,
+    usage: bool,
 ) -> AsyncIterator[str]:
     yield _event(first)
     async for step, delta in deltas:
         yield _event(answer.add(step, delta))
+    keep()  # before the last event: who has seen the end may ask for the rollout
     if usage:
         yield _event(answer.tail())
     yield "data: [DONE]\n\n"

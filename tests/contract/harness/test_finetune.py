@@ -1,0 +1,54 @@
+"""`trainer finetune` against a real `trainer serve`: the guide's YAML, its files, its lines."""
+
+from typing import Any
+
+CURRICULUM = {
+    "enabled": True,
+    "initial_percentile": 0.3,
+    "increment_percentile": 0.2,
+    "expansion_interval": 5,
+    "min_reward_diff": 0.1,
+    "sort_ascending": False,
+}
+
+
+def test_the_guides_yaml_trains_and_writes_every_file_the_guide_names(project: Any) -> None:
+    project.config["finetuning"]["curriculum_learning"] = CURRICULUM
+    result = project.finetune(
+        *("--validation_dataset=data/val.json", "--validation_interval=1"),
+        *("-o", "finetuning.num_epochs", "2"),
+    )
+    metrics = project.read("training_metrics.jsonl")
+    assert [row["epoch"] for row in metrics] == [1, 2]
+    assert [row["step"] for row in metrics] == [1, 2]
+    for row in metrics:
+        assert row["num_trajectories"] == 8 and row["num_groups"] == 4
+        assert 1 <= row["filtered_groups"] <= 2
+        assert row["min_reward"] <= row["avg_reward"] <= row["max_reward"]
+        assert row["data/step_num_groups_trainable"] == row["filtered_groups"]
+        assert row["data/retokenized"] == 0
+        assert row["loss/grad_norm"] > 0
+    rewards = project.read("reward_history.json")
+    assert [r["avg_reward"] for r in rewards] == [row["avg_reward"] for row in metrics]
+    assert [row["epoch"] for row in project.read("validation_history.json")] == [0, 1, 2]
+    assert project.read("curriculum_state.json")["current_percentile"] == 0.3
+    assert (project.output / "reward_plot.png").read_bytes().startswith(b"\x89PNG")
+    runs = sorted(path.name for path in (project.directory / ".tmp/nat/finetuning/eval").iterdir())
+    assert runs == [
+        "epoch_0001.jsonl", "epoch_0002.jsonl",
+        "validation_0000.jsonl", "validation_0001.jsonl", "validation_0002.jsonl",
+    ]  # fmt: skip
+    run_id = metrics[0]["run_id"]
+    for line in (
+        f"INFO - Starting epoch 1 for run {run_id}",
+        f"INFO - Starting 2 evaluation runs for run_id: {run_id}",
+        f"INFO - Built 8 trajectories across 4 examples for run_id: {run_id}",
+        f"INFO - Submitted {metrics[0]['filtered_trajectories']} trajectories in "
+        f"{metrics[0]['filtered_groups']} groups for training",
+        f"INFO - Epoch 1 progress logged - Avg Reward: {metrics[0]['avg_reward']:.4f}, "
+        "Trajectories: 8",
+        f"INFO - Training {run_id} completed successfully.",
+        "INFO - Completed epoch 1/2",
+        "INFO - Completed epoch 2/2",
+    ):
+        assert line in result.stderr.splitlines(), result.stderr

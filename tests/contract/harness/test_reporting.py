@@ -1,0 +1,159 @@
+"""`report_to`, with the real libraries, offline or on loopback."""
+
+import json
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.environments import client_environment, python_of
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from trainer.harness.config import FinetuneConfig
+from trainer.harness.reporting import load_reporters
+
+name, output = sys.argv[1], Path(sys.argv[2])
+config = FinetuneConfig.model_validate({
+    "workflow": {"_type": "python", "function": "a:b", "llm": "m"},
+    "trainer_adapters": {"a": {"_type": "openpipe_art_trainer_adapter",
+                               "backend": {"ip": "127.0.0.1", "port": 1, "project": "clue"}}},
+    "finetuning": {"report_to": [name], "output_dir": output},
+})
+(reporter,) = load_reporters(SimpleNamespace(config=config, output_dir=output), "art_run_1")
+reporter.log(1, {"avg_reward": 0.25, "loss/policy": 0.5})
+reporter.log(2, {"avg_reward": 0.75, "loss/policy": 0.25})
+reporter.close()
+"""
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    return python_of("reporting")
+
+
+def report(python: Path, name: str, output: Path, **environment: str) -> None:
+    done = subprocess.run(
+        [str(python), "-c", SCRIPT, name, str(output)],
+        cwd=output,
+        env={**client_environment(), **environment},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def ask(python: Path, code: str, *arguments: str) -> Any:
+    done = subprocess.run(
+        [str(python), "-c", code, *arguments], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+class Service(BaseHTTPRequestHandler):
+    """Takes everything, and remembers it."""
+
+    said: list[tuple[str, Any]]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("content-length") or 0))
+        text = body.decode(errors="replace")
+        self.said.append((self.path, json.loads(text) if text.startswith(("{", "[")) else text))
+        answer = b'{"status": "ok", "successes": [], "errors": []}'
+        self.send_response(207 if "ingestion" in self.path else 200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *arguments: Any) -> None: ...
+
+
+@pytest.fixture
+def service() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
+    said: list[tuple[str, Any]] = []
+    handler = type("Remembering", (Service,), {"said": said})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}", said
+        server.shutdown()
+
+
+def test_wandb_gets_every_epoch_offline(python: Path, tmp_path: Path) -> None:
+    report(python, "wandb", tmp_path, WANDB_MODE="offline")
+    (run,) = (tmp_path / "wandb").glob("offline-run-*")
+    (log,) = run.glob("*.wandb")
+    code = """
+import json, sys
+from wandb.proto import wandb_internal_pb2 as pb
+from wandb.sdk.internal.datastore import DataStore
+store = DataStore()
+store.open_for_scan(sys.argv[1])
+found = []
+while (data := store.scan_data()) is not None:
+    record = pb.Record()
+    record.ParseFromString(data)
+    if record.history.item:
+        found.append({(i.key or i.nested_key[0]): json.loads(i.value_json)
+                      for i in record.history.item})
+print(json.dumps(found))
+"""
+    rows = ask(python, code, str(log))
+    assert [(row["_step"], row["avg_reward"]) for row in rows] == [(1, 0.25), (2, 0.75)]
+
+
+def test_tensorboard_gets_every_epoch_in_its_event_file(python: Path, tmp_path: Path) -> None:
+    report(python, "tensorboard", tmp_path)
+    code = """
+import json, sys
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+events = EventAccumulator(sys.argv[1])
+events.Reload()
+print(json.dumps([[e.step, e.value] for e in events.Scalars("avg_reward")]))
+"""
+    found = ask(python, code, str(tmp_path / "tensorboard" / "art_run_1"))
+    assert found == [[1, 0.25], [2, 0.75]]
+
+
+def test_mlflow_gets_every_epoch_in_its_store(python: Path, tmp_path: Path) -> None:
+    report(python, "mlflow", tmp_path, MLFLOW_TRACKING_URI=f"file:{tmp_path}/mlruns")
+    (metric,) = (tmp_path / "mlruns").rglob("metrics/avg_reward")
+    rows = [line.split() for line in metric.read_text().splitlines()]
+    assert [(float(value), int(step)) for _, value, step in rows] == [(0.25, 1), (0.75, 2)]
+
+
+def test_langfuse_gets_a_score_for_every_metric(
+    python: Path, tmp_path: Path, service: tuple[str, list[tuple[str, Any]]]
+) -> None:
+    url, said = service
+    keys = {"LANGFUSE_PUBLIC_KEY": "pk", "LANGFUSE_SECRET_KEY": "sk"}
+    report(python, "langfuse", tmp_path, **keys, LANGFUSE_HOST=url, LANGFUSE_BASE_URL=url)
+    scores = [
+        item["body"]
+        for path, body in said
+        if "ingestion" in path
+        for item in body["batch"]
+        if item["type"] == "score-create"
+    ]
+    assert sorted((s["name"], s["value"]) for s in scores) == [
+        ("avg_reward", 0.25), ("avg_reward", 0.75), ("loss/policy", 0.25), ("loss/policy", 0.5),
+    ]  # fmt: skip
+
+
+def test_openpipe_gets_a_report_for_every_epoch(
+    python: Path, tmp_path: Path, service: tuple[str, list[tuple[str, Any]]]
+) -> None:
+    url, said = service
+    report(python, "openpipe", tmp_path, OPENPIPE_API_KEY="k", OPENPIPE_BASE_URL=url)
+    reports = [body for path, body in said if path.endswith("/report")]
+    found = [(r["metadata"]["epoch"], r["metadata"]["avg_reward"]) for r in reports]
+    assert found == [("1", "0.25"), ("2", "0.75")]

@@ -1,0 +1,61 @@
+"""`kill -9` of the harness, and of the backend under it: no epoch is lost, none comes twice."""
+
+import subprocess
+from typing import Any
+
+import httpx
+import pytest
+
+EPOCHS = ("-o", "finetuning.num_epochs", "5")
+
+
+def kill_at(project: Any, line: str, times: int) -> None:
+    """Start training, and kill it when `line` has come up so many times."""
+    process = subprocess.Popen(
+        project.command(*EPOCHS), cwd=project.directory, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr
+    with process.stderr:
+        for told in process.stderr:
+            times -= line in told
+            if not times:
+                process.kill()
+                break
+    assert process.wait(30) == -9
+
+
+def step_of(server: Any, project: Any) -> int:
+    backend = project.config["trainer_adapters"]["art_adapter"]["backend"]
+    model = {"name": backend["name"], "project": backend["project"]}
+    return int(httpx.post(f"{server.control}/_get_step", json=model).json())
+
+
+@pytest.mark.parametrize("line", ["Starting epoch 3", "Submitted"], ids=["sampling", "training"])
+def test_a_killed_run_resumes_with_five_epochs_none_twice(
+    project: Any, server: Any, line: str
+) -> None:
+    kill_at(project, line, 1 if "epoch" in line else 3)
+    before = project.read("reward_history.json")
+    assert [row["epoch"] for row in before] == [1, 2]
+    told = project.finetune("--resume", *EPOCHS).stderr
+    assert "INFO - Resuming run" in told and "after epoch 2" in told
+    rewards = project.read("reward_history.json")
+    assert [row["epoch"] for row in rewards] == [1, 2, 3, 4, 5]
+    assert rewards[:2] == before
+    metrics = project.read("training_metrics.jsonl")
+    assert [row["epoch"] for row in metrics] == [1, 2, 3, 4, 5]
+    assert len({row["run_id"] for row in metrics}) == 1
+    assert step_of(server, project) == metrics[-1]["step"] == 5
+    # A run that has ended is not trained again.
+    again = project.finetune("--resume", *EPOCHS).stderr
+    assert "Starting epoch" not in again and step_of(server, project) == 5
+
+
+def test_a_new_run_keeps_the_files_of_the_one_before(project: Any) -> None:
+    project.finetune("-o", "finetuning.num_epochs", "1")
+    first = project.read("training_metrics.jsonl")[0]["run_id"]
+    told = project.finetune("-o", "finetuning.num_epochs", "1").stderr
+    assert f"previous/{first}" in told
+    assert (project.output / "previous" / first / "training_metrics.jsonl").is_file()
+    (row,) = project.read("training_metrics.jsonl")
+    assert row["run_id"] != first and row["step"] == 2

@@ -1,0 +1,140 @@
+"""Calls become conversations, and conversations what the backend trains on."""
+
+from typing import Any
+
+import pytest
+
+from trainer.harness import episodes
+from trainer.harness.types import (
+    Completion,
+    EpisodeItem,
+    EpisodeItemRole,
+    Example,
+    Failure,
+    Trajectory,
+    WorkflowRun,
+)
+
+LOGPROBS = {"content": [{"token": "token_id:5", "logprob": -0.5, "top_logprobs": []}]}
+USER = {"role": "user", "content": "hi"}
+
+
+def completion(messages: list[Any], text: str, **settings: Any) -> Completion:
+    choice = {
+        "index": 0,
+        "finish_reason": "stop",
+        "logprobs": settings.pop("logprobs", LOGPROBS),
+        "message": {"role": "assistant", "content": text},
+    }
+    values = {"llm": "policy", "function": None, **settings}
+    return Completion(messages=messages, choice=choice, **values)
+
+
+def run() -> WorkflowRun:
+    return WorkflowRun(Example("e", "q", "a", {}), 1, reward=0.5, metrics={"m": 2.0})
+
+
+def test_turns_that_continue_each_other_are_one_conversation() -> None:
+    first = completion([USER], "hello")
+    # A framework's history: the same turn, with fields added and dropped.
+    history = [USER, {"role": "assistant", "content": "hello", "refusal": None}]
+    second = completion([*history, {"role": "user", "content": "more"}], "bye")
+    trajectory = episodes.build(run(), [first, second])
+    assert trajectory is not None and trajectory.additional_episodes == []
+    wire = episodes.to_wire(trajectory)
+    assert wire["messages_and_choices"] == [
+        USER, first.choice, {"role": "user", "content": "more"}, second.choice,
+    ]  # fmt: skip
+    assert wire["reward"] == 0.5 and wire["metrics"] == {"m": 2.0}
+    assert wire["metadata"]["example_id"] == "e"
+
+
+def test_a_second_agents_conversation_is_a_history_of_its_own() -> None:
+    other = {"role": "system", "content": "You plan."}
+    calls = [completion([USER], "one"), completion([other, USER], "two")]
+    trajectory = episodes.build(run(), calls)
+    assert trajectory is not None
+    (more,) = episodes.to_wire(trajectory)["additional_histories"]
+    assert more["messages_and_choices"] == [other, USER, calls[1].choice]
+
+
+def test_an_assistants_message_that_was_not_sampled_stays_a_message() -> None:
+    shown = {"role": "assistant", "content": "A: x"}
+    trajectory = episodes.build(run(), [completion([USER, shown, USER], "A: y")])
+    assert trajectory is not None
+    wire = episodes.to_wire(trajectory)["messages_and_choices"]
+    assert wire[1] == shown and "finish_reason" in wire[3]
+
+
+def test_only_calls_of_the_target_functions_and_model_are_wanted() -> None:
+    calls = [
+        completion([USER], "a", function="plan"),
+        completion([USER], "b", function="act"),
+        completion([USER], "c", function="act", llm="judge"),
+    ]
+    assert [c.text for c in episodes.wanted(calls, ["act"], "policy")] == ["b"]
+    assert [c.text for c in episodes.wanted(calls, None, "policy")] == ["a", "b"]
+    assert [c.text for c in episodes.wanted(calls, None, None)] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("calls", "failure", "says"),
+    [
+        ([], Failure.NO_CALLS, "no call"),
+        (
+            [completion([USER], "x", logprobs=None)],
+            Failure.NO_LOGPROBS,
+            "No valid assistant messages with logprobs",
+        ),
+        (
+            [completion([{"role": "assistant", "content": "x"}], "y", recorded=False)],
+            Failure.OUT_OF_ORDER,
+            "two assistant messages in a row|starts with `assistant`",
+        ),
+    ],
+)
+def test_a_run_that_cannot_be_trained_on_says_why(
+    calls: list[Completion], failure: Failure, says: str
+) -> None:
+    import re
+
+    one = run()
+    assert episodes.build(one, calls) is None
+    assert one.failure is failure and re.search(says, one.error)
+
+
+def test_order_is_not_checked_for_what_the_ledger_holds() -> None:
+    odd = [{"role": "assistant", "content": "x"}]
+    assert episodes.build(run(), [completion(odd, "y", recorded=True)]) is not None
+
+
+@pytest.mark.parametrize(
+    ("roles", "says"),
+    [
+        ([], "is empty"),
+        (["tool", "assistant"], "starts with `tool`"),
+        (["user", "assistant", "assistant"], "two assistant messages in a row"),
+    ],
+)
+def test_an_episode_out_of_order_is_refused(roles: list[str], says: str) -> None:
+    items = [EpisodeItem(role=EpisodeItemRole(role), content="") for role in roles]
+    with pytest.raises(episodes.OutOfOrder, match=says):
+        episodes.check_order(items)
+
+
+def test_an_episode_made_by_hand_becomes_a_choice_with_its_logprobs() -> None:
+    items = [
+        EpisodeItem(role=EpisodeItemRole.USER, content="q"),
+        EpisodeItem(role=EpisodeItemRole.ASSISTANT, content="a", logprobs=LOGPROBS),
+    ]
+    episodes.check_order(items)
+    wire = episodes.to_wire(Trajectory(episode=items, reward=1.0))
+    assert wire["messages_and_choices"] == [
+        {"role": "user", "content": "q"},
+        {
+            "index": 0,
+            "finish_reason": "stop",
+            "logprobs": LOGPROBS,
+            "message": {"role": "assistant", "content": "a"},
+        },
+    ]

@@ -1,0 +1,183 @@
+"""Every evaluator gives the value it says, and a bad one loses a run, not the epoch."""
+
+import math
+from typing import Any
+
+import pytest
+
+from kit.errors import ConfigError
+from trainer.harness import component_config as configs
+from trainer.harness import evaluators as module
+from trainer.harness.evaluators import EachRun, Scorer, load_evaluators
+from trainer.harness.judges import JudgeUnclear, LlmJudge, Ruler
+from trainer.harness.llm import Llms
+from trainer.harness.types import Example, Failure, WorkflowRun
+
+
+def run(output: Any, answer: Any = "Paris", steps: list[float] | None = None) -> WorkflowRun:
+    example = Example("e", "The capital of France?", answer, {})
+    return WorkflowRun(example, 0, output=output, step_rewards=steps or [])
+
+
+async def score(config: dict[str, Any], *runs: WorkflowRun) -> list[float | None]:
+    parsed = {name: evaluator(part) for name, part in config.items()}
+    last = list(config)[-1]
+    await Scorer(load_evaluators(parsed, Llms({})), last).score(runs)
+    return [run.reward for run in runs]
+
+
+def evaluator(config: dict[str, Any]) -> Any:
+    import pydantic
+
+    return pydantic.TypeAdapter(configs.Evaluator).validate_python(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "output", "expected"),
+    [
+        ({"_type": "exact_match"}, " Paris\n", 1.0),
+        ({"_type": "exact_match"}, "paris", 0.0),
+        ({"_type": "exact_match", "ignore_case": True}, "paris", 1.0),
+        ({"_type": "exact_match", "strip": False}, "Paris ", 0.0),
+        ({"_type": "contains"}, "It is PARIS, I think", 1.0),
+        ({"_type": "contains", "ignore_case": False}, "It is PARIS", 0.0),
+        ({"_type": "regex", "pattern": r"^\w+$"}, "Paris", 1.0),
+        ({"_type": "regex", "pattern": r"^\w+$"}, "It is Paris", 0.0),
+        ({"_type": "regex", "pattern": r"answer: (\w+)"}, "the answer: Paris", 1.0),
+        ({"_type": "regex", "pattern": r"answer: (\w+)"}, "the answer: Rome", 0.0),
+        ({"_type": "json_schema", "schema": {"required": ["city"]}}, '{"city": "Paris"}', 1.0),
+        ({"_type": "json_schema", "schema": {"required": ["city"]}}, '{"town": 1}', 0.0),
+        ({"_type": "json_schema", "schema": {"required": ["city"]}}, "no JSON", 0.0),
+        ({"_type": "json_schema", "schema": {"required": ["city"]}}, {"city": 1}, 1.0),
+    ],
+)
+async def test_a_text_evaluator_gives_its_value(
+    config: dict[str, Any], output: Any, expected: float
+) -> None:
+    assert await score({"reward": config}, run(output)) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, 7.0),
+        ({"aggregate": "mean"}, 7 / 3),
+        ({"aggregate": "last"}, 4.0),
+        ({"aggregate": "discounted", "discount": 0.5}, 1 / 4 + 2 / 2 + 4),
+    ],
+)
+async def test_rewards_of_intermediate_steps_are_aggregated(
+    settings: dict[str, Any], expected: float
+) -> None:
+    config = {"reward": {"_type": "intermediate_steps", **settings}}
+    assert await score(config, run("", steps=[1.0, 2.0, 4.0])) == [pytest.approx(expected)]
+    assert await score(config, run("")) == [0.0]
+
+
+async def test_several_evaluators_are_weighed_and_kept_as_metrics() -> None:
+    config = {
+        "right": {"_type": "contains"},
+        "short": {"_type": "regex", "pattern": "^.{1,8}$"},
+        "reward": {"_type": "weighted_sum", "weights": {"right": 0.75, "short": 0.25}},
+    }
+    runs = run("Paris"), run("It must be Paris"), run("Rome")
+    assert await score(config, *runs) == [1.0, 0.75, 0.25]
+    assert runs[1].metrics == {"right": 1.0, "short": 0.0}
+
+
+async def test_evaluators_that_give_no_reward_are_metrics() -> None:
+    one = run("Paris")
+    await score({"short": {"_type": "regex", "pattern": "^.$"}, "r": {"_type": "contains"}}, one)
+    assert one.reward == 1.0 and one.metrics == {"short": 0.0}
+
+
+def raises(_: WorkflowRun) -> float:
+    raise ZeroDivisionError("by zero")
+
+
+async def asynchronous(run: WorkflowRun, factor: float = 1.0) -> float:
+    return len(run.output) * factor
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (raises, "it raised ZeroDivisionError: by zero"),
+        (lambda run: math.nan, "it gave `nan`"),
+        (lambda run: math.inf, "it gave `inf`"),
+        (lambda run: "good", "it gave `'good'`"),
+        (lambda run: None, "it gave `None`"),
+        (lambda run: {"accuracy": 1.0}, "it gave `None`"),
+    ],
+)
+async def test_a_bad_score_loses_the_run_and_says_what_it_was(function: Any, says: str) -> None:
+    one = run("Paris")
+    await Scorer({"mine": EachRun(function, {})}, "mine").score([one])
+    assert one.failure is Failure.EVALUATOR and one.reward is None
+    assert one.error.startswith("Evaluator `mine`, example `e`: ") and says in one.error
+
+
+async def test_a_function_may_be_async_take_arguments_and_give_metrics() -> None:
+    one, two = run("ab"), run("abc")
+    await Scorer({"mine": EachRun(asynchronous, {"factor": 0.5})}, "mine").score([one, two])
+    assert [one.reward, two.reward] == [1.0, 1.5]
+    await Scorer({"mine": EachRun(lambda r: {"reward": True, "length": 2}, {})}, "mine").score(
+        [one]
+    )
+    assert one.reward == 1.0 and one.metrics == {"length": 2.0}
+
+
+async def test_one_bad_run_does_not_cost_its_group_the_others() -> None:
+    good, bad = run("Paris"), run("x")
+    function = lambda r: 1 / (r.output == "Paris")  # noqa: E731
+    await Scorer({"mine": EachRun(function, {})}, "mine").score([good, bad])
+    assert good.reward == 1.0 and bad.failure is Failure.EVALUATOR
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"_type": "regex", "pattern": "("}, {"_type": "json_schema", "schema": {"type": "nope"}}],
+)
+def test_settings_that_cannot_work_are_refused_at_once(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        module.load_evaluators({"reward": evaluator(config)}, Llms({}))
+
+
+class FakeJudge:
+    """Stands for `Llms`: hands out itself, and answers with what it was given."""
+
+    def __init__(self, *answers: str) -> None:
+        self.answers, self.asked = list(answers), list[str]()
+
+    def handle(self, rollout: str, name: str) -> "FakeJudge":
+        return self
+
+    async def ask(self, prompt: str) -> str:
+        self.asked.append(prompt)
+        return self.answers.pop(0)
+
+
+async def test_a_judge_sees_task_and_answer_and_its_number_is_the_score() -> None:
+    llms: Any = FakeJudge("Score: 0.8")
+    judge = LlmJudge(llms, evaluator({"_type": "llm_judge", "llm": "j"}))
+    assert await judge.score([run("Rome")]) == [0.8]
+    assert all(part in llms.asked[0] for part in ("The capital of France?", "Paris", "Rome"))
+
+
+@pytest.mark.parametrize("answer", ["very good", "7", "-0.5"])
+async def test_a_judge_that_gives_no_number_from_0_to_1_loses_the_run(answer: str) -> None:
+    llms: Any = FakeJudge(answer)
+    one = run("Rome")
+    judge = LlmJudge(llms, evaluator({"_type": "llm_judge", "llm": "j"}))
+    await Scorer({"judge": judge}, "judge").score([one])
+    assert one.failure is Failure.EVALUATOR and answer in one.error
+
+
+async def test_a_group_is_ranked_together() -> None:
+    llms: Any = FakeJudge("Here you are: [0.2, 0.9]")
+    ruler = Ruler(llms, evaluator({"_type": "ruler", "llm": "j"}))
+    assert await ruler.score([run("Rome"), run("Paris")]) == [0.2, 0.9]
+    assert '<attempt id="2">\nOutput: Paris' in llms.asked[0]
+    llms.answers = ["[0.2]"]
+    with pytest.raises(JudgeUnclear, match="not 2 numbers"):
+        await ruler.score([run("Rome"), run("Paris")])

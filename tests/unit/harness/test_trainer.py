@@ -1,0 +1,270 @@
+"""The loop, with a builder and an adapter of the user's own: validation, stopping, curriculum."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from kit.errors import ConfigError
+from trainer.errors import TrainerError
+from trainer.harness.config import FinetuneConfig
+from trainer.harness.context import Context
+from trainer.harness.llm import Llms
+from trainer.harness.progress import Progress
+from trainer.harness.runner import Runner
+from trainer.harness.trainer import ARTTrainer, NothingToTrainOn
+from trainer.harness.types import (
+    EpisodeItem,
+    EpisodeItemRole,
+    Example,
+    TrainingJobRef,
+    TrainingJobStatus,
+    TrainingStatusEnum,
+    Trajectory,
+    TrajectoryCollection,
+    WorkflowRun,
+)
+
+ITEM = EpisodeItem(role=EpisodeItemRole.USER, content="q")
+
+
+class FakeBuilder:
+    """Two groups an epoch, whose rewards a function of the epoch gives."""
+
+    def __init__(self, rewards: Callable[[int], list[list[float]]]) -> None:
+        self.rewards = rewards
+        self.epochs: list[int] = []
+
+    async def initialize(self, config: Any) -> None: ...
+
+    async def start_run(self, run_id: str, meta: Any = None) -> None:
+        self.epochs.append(meta["epoch"])
+
+    async def finalize(self, run_id: str, meta: Any = None) -> TrajectoryCollection:
+        groups = [
+            [Trajectory(episode=[ITEM], reward=reward) for reward in group]
+            for group in self.rewards(meta["epoch"])
+        ]
+        return TrajectoryCollection(trajectories=groups, run_id=run_id)
+
+
+class FakeAdapter:
+    """A backend whose step advances with every job; `fail_at` fails one."""
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        self.step = 0
+        self.fail_at = fail_at
+        self.submitted: list[list[list[float]]] = []
+
+    async def initialize(self, config: Any) -> None: ...
+
+    async def current_step(self) -> int:
+        return self.step
+
+    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
+        self.submitted.append(trajectories.rewards)
+        return TrainingJobRef(run_id=trajectories.run_id, backend="fake")
+
+    async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
+        failed = len(self.submitted) == self.fail_at
+        self.step += not failed
+        state = TrainingStatusEnum.FAILED if failed else TrainingStatusEnum.COMPLETED
+        return TrainingJobStatus(
+            run_id=ref.run_id, backend="fake", status=state, message="no memory" * failed
+        )
+
+    async def wait_until_complete(
+        self, ref: TrainingJobRef, poll_interval: float = 0.1
+    ) -> TrainingJobStatus:
+        return await self.status(ref)
+
+    async def cancel(self, ref: TrainingJobRef) -> None: ...
+
+
+class FakeScorer:
+    async def score(self, runs: list[WorkflowRun]) -> None:
+        for run in runs:
+            if run.failure is None:
+                run.reward = float(run.output)
+
+
+def rising(epoch: int) -> list[list[float]]:
+    return [[0.1 * epoch, 0.1 * epoch + 0.2], [0.0, 0.9]]
+
+
+def context(
+    tmp_path: Path,
+    builder: Any,
+    adapter: Any,
+    *,
+    validation: Callable[[], float] | None = None,
+    interval: int = 5,
+    resume: bool = False,
+    **finetuning: Any,
+) -> Context:
+    async def workflow(example: Example, llm: Any) -> float:
+        return validation() if validation else 0.0
+
+    config = FinetuneConfig.model_validate(
+        {
+            "llms": {"m": {"_type": "openai", "model_name": "m", "base_url": "http://127.0.0.1:9"}},
+            "workflow": {"_type": "python", "function": "a:b", "llm": "m"},
+            "eval": {"general": {"output_dir": tmp_path / "runs"}},
+            "finetuning": {"output_dir": tmp_path, **finetuning},
+        }
+    )
+    scorer: Any = FakeScorer()
+    runner = Runner(
+        workflow, Llms(config.llms), scorer,
+        llm="m", max_concurrency=4, run_timeout=5, stop_on_failure=False,
+    )  # fmt: skip
+    return Context(
+        config=config,
+        runner=runner,
+        examples=[],
+        progress=Progress(Console(quiet=True)),
+        trajectory_builder=builder,
+        trainer_adapter=adapter,
+        validation=[Example("v", "q", "a", {})] if validation else None,
+        validation_interval=interval,
+        resume=resume,
+    )
+
+
+async def train(context: Context, epochs: int) -> list[TrainingJobStatus]:
+    trainer = ARTTrainer()
+    await trainer.initialize(context)
+    return await trainer.run(epochs)
+
+
+def read(tmp_path: Path, name: str) -> Any:
+    return json.loads((tmp_path / name).read_text())
+
+
+async def test_validation_comes_before_the_first_epoch_every_interval_and_after_the_last(
+    tmp_path: Path,
+) -> None:
+    found = context(
+        tmp_path, FakeBuilder(rising), FakeAdapter(), validation=lambda: 0.5, interval=2
+    )
+    await train(found, 5)
+    assert [row["epoch"] for row in read(tmp_path, "validation_history.json")] == [0, 2, 4, 5]
+
+
+async def test_a_failed_job_stops_the_run_and_the_epoch_is_not_written(tmp_path: Path) -> None:
+    statuses = await train(context(tmp_path, FakeBuilder(rising), FakeAdapter(fail_at=3)), 5)
+    assert [status.status.value for status in statuses] == ["completed", "completed", "failed"]
+    assert [row["epoch"] for row in read(tmp_path, "reward_history.json")] == [1, 2]
+
+
+async def test_a_failed_epoch_is_submitted_again_on_resume_without_sampling_anew(
+    tmp_path: Path,
+) -> None:
+    first = FakeAdapter(fail_at=2)
+    await train(context(tmp_path, FakeBuilder(rising), first), 3)
+    builder, second = FakeBuilder(rising), FakeAdapter()
+    second.step = first.step
+    await train(context(tmp_path, builder, second, resume=True), 3)
+    assert second.submitted[0] == first.submitted[1] == rising(1)
+    assert builder.epochs == [2]
+    assert [row["epoch"] for row in read(tmp_path, "reward_history.json")] == [1, 2, 3]
+
+
+async def test_an_epoch_that_the_backend_has_trained_is_not_submitted_again(tmp_path: Path) -> None:
+    first = FakeAdapter(fail_at=2)
+    await train(context(tmp_path, FakeBuilder(rising), first), 3)
+    second = FakeAdapter()
+    second.step = first.step + 1  # the step was made, and only its answer was lost
+    await train(context(tmp_path, FakeBuilder(rising), second, resume=True), 3)
+    assert second.submitted == [rising(2)]
+    assert [row["epoch"] for row in read(tmp_path, "reward_history.json")] == [1, 2, 3]
+
+
+async def test_a_backend_that_lost_the_runs_steps_is_told(tmp_path: Path) -> None:
+    await train(context(tmp_path, FakeBuilder(rising), FakeAdapter(fail_at=2)), 3)
+    with pytest.raises(TrainerError, match="The backend is at step 0, but this run had reached"):
+        await train(context(tmp_path, FakeBuilder(rising), FakeAdapter(), resume=True), 3)
+
+
+async def test_a_run_stops_when_the_metric_no_longer_rises(tmp_path: Path) -> None:
+    values = iter([0.1, 0.5, 0.6, 0.6, 0.55, 0.9, 0.9])
+    found = context(
+        tmp_path, FakeBuilder(rising), FakeAdapter(), validation=lambda: next(values), interval=1,
+        early_stopping={"patience": 2, "min_delta": 0.01},
+    )  # fmt: skip
+    assert len(await train(found, 6)) == 4
+
+
+async def test_a_run_stops_when_the_metric_is_good_enough(tmp_path: Path) -> None:
+    stop = {"metric": "avg_reward", "target": 0.35}
+    found = context(tmp_path, FakeBuilder(rising), FakeAdapter(), early_stopping=stop)
+    await train(found, 9)
+    assert len(read(tmp_path, "reward_history.json")) == 3
+
+
+async def test_groups_whose_rewards_are_equal_are_not_submitted(tmp_path: Path) -> None:
+    adapter = FakeAdapter()
+    await train(context(tmp_path, FakeBuilder(lambda _: [[1.0, 1.0], [0.0, 1.0]]), adapter), 1)
+    assert adapter.submitted == [[[0.0, 1.0]]]
+
+
+async def test_nothing_to_train_on_from_the_start_is_an_error_with_its_reason(
+    tmp_path: Path,
+) -> None:
+    found = context(tmp_path, FakeBuilder(lambda _: [[1.0, 1.0]]), FakeAdapter())
+    with pytest.raises(NothingToTrainOn, match="in 3 epochs: 1 groups: equal_rewards"):
+        await train(found, 10)
+
+
+async def test_a_solved_task_late_in_a_run_is_no_error(tmp_path: Path) -> None:
+    solved = FakeBuilder(lambda epoch: [[0.0, 1.0]] if epoch < 2 else [[1.0, 1.0]])
+    assert len(await train(context(tmp_path, solved, FakeAdapter()), 8)) == 8
+
+
+async def test_the_curriculum_is_applied_and_its_state_saved(tmp_path: Path) -> None:
+    adapter = FakeAdapter()
+    curriculum = {"enabled": True, "initial_percentile": 0.5, "expansion_interval": 1}
+    await train(context(tmp_path, FakeBuilder(rising), adapter, curriculum_learning=curriculum), 2)
+    assert adapter.submitted == [[[0.0, 0.9]], [[0.0, 0.9], [0.1, pytest.approx(0.3)]]]
+    state = read(tmp_path, "curriculum_state.json")
+    assert state["current_percentile"] == 0.7 and state["included_groups"] == [0, 1]
+
+
+async def test_runs_are_bounded_timed_out_and_counted() -> None:
+    active = most = 0
+
+    async def workflow(example: Example, llm: Any) -> float:
+        nonlocal active, most
+        active += 1
+        most = max(most, active)
+        await asyncio.sleep(9 if example.id == "0" else 0.01)
+        active -= 1
+        return 1.0
+
+    llms = Llms(FinetuneConfig.model_validate(
+        {"llms": {"m": {"_type": "openai", "model_name": "m"}},
+         "workflow": {"_type": "python", "function": "a:b", "llm": "m"}}
+    ).llms)  # fmt: skip
+    scorer: Any = FakeScorer()
+    runner = Runner(
+        workflow, llms, scorer, llm="m", max_concurrency=3, run_timeout=1.5, stop_on_failure=False
+    )
+    done: list[WorkflowRun] = []
+    examples = [Example(str(n), "q", "a", {}) for n in range(5)]
+    groups = await runner.run(examples, 2, "r", done.append)
+    assert most == 3 and len(done) == 10
+    assert [[run.failure for run in group] for group in groups[1:]] == [[None, None]] * 4
+    assert {run.failure for run in groups[0]} == {"workflow_timed_out"}
+    await llms.close()
+
+
+async def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
+    first = ARTTrainer()
+    await first.initialize(context(tmp_path, FakeBuilder(rising), FakeAdapter()))
+    with pytest.raises(ConfigError, match="Another run is writing to"):
+        await ARTTrainer().initialize(context(tmp_path, FakeBuilder(rising), FakeAdapter()))
+    first.close()

@@ -1,0 +1,184 @@
+"""`trainer finetune`: from a config file to a trained model, top to bottom."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from trainer.errors import TrainerError
+from trainer.harness import component_config as configs
+from trainer.harness.config import FinetuneConfig, load_config
+from trainer.harness.context import Context
+from trainer.harness.dataset import load_examples
+from trainer.harness.evaluators import Scorer, load_evaluators
+from trainer.harness.history import METRICS, PLOT, History
+from trainer.harness.imports import instance
+from trainer.harness.llm import Llms
+from trainer.harness.progress import ConsoleLines, Progress
+from trainer.harness.runner import Runner
+from trainer.harness.trainer import ARTTrainer
+from trainer.harness.trainer_adapter import ARTTrainerAdapter
+from trainer.harness.trajectory_builder import ARTTrajectoryBuilder
+from trainer.harness.types import TrainingJobStatus, TrainingStatusEnum
+from trainer.harness.workflow import load_workflow
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingFailed(TrainerError):
+    hint = "See the server's log, then go on with `--resume`"
+
+
+@dataclass
+class Result:
+    """What a run came to."""
+
+    config: FinetuneConfig
+    statuses: list[TrainingJobStatus]
+    history: History | None
+    """None when a trainer of the user's own keeps none."""
+
+
+def finetune(
+    config_file: Path,
+    *,
+    overrides: Sequence[tuple[str, str]] = (),
+    validation_dataset: Path | None = None,
+    validation_interval: int = 5,
+    resume: bool = False,
+    console: Console | None = None,
+) -> Result | None:
+    """Run the whole thing; None when the config says that finetuning is not enabled."""
+    config = load_config(config_file, overrides)
+    console = console or Console(stderr=True)
+    _log_to(console)
+    if not config.finetuning.enabled:
+        logger.info("Finetuning is not enabled in %s: nothing to do", config_file)
+        return None
+    return asyncio.run(
+        _finetune(config, validation_dataset, validation_interval, resume, Progress(console))
+    )
+
+
+async def _finetune(
+    config: FinetuneConfig,
+    validation_dataset: Path | None,
+    validation_interval: int,
+    resume: bool,
+    progress: Progress,
+) -> Result:
+    llms = Llms(config.llms)
+    context = _context(config, llms, progress)
+    dataset = config.eval.general.dataset
+    assert dataset is not None  # checked with the config
+    if validation_dataset is not None:
+        context.validation = load_examples(dataset, validation_dataset)
+        context.validation_interval = validation_interval
+    context.resume = resume
+    trainer = _component(config.trainers, config.finetuning.trainer, ARTTrainer)
+    try:
+        await trainer.initialize(context)
+        await llms.probe()
+        with progress:
+            statuses = await trainer.run(config.finetuning.num_epochs)
+    finally:
+        for part in (context.trajectory_builder, context.trainer_adapter):
+            for name in ("cancel", "close"):
+                # Only a builder is cancelled whole; an adapter cancels one job.
+                if hasattr(part, name) and not (name == "cancel" and hasattr(part, "submit")):
+                    await getattr(part, name)()
+        await llms.close()
+        if hasattr(trainer, "close"):
+            trainer.close()
+    for status in statuses:
+        if status.status == TrainingStatusEnum.FAILED:
+            hint = str((status.metadata or {}).get("hint") or TrainingFailed.hint)
+            raise TrainingFailed(f"Training failed: {status.message}", hint=hint)
+    return Result(config, statuses, getattr(trainer, "history", None))
+
+
+def _context(config: FinetuneConfig, llms: Llms, progress: Progress) -> Context:
+    general, wanted = config.eval.general, config.finetuning
+    assert general.dataset is not None
+    scorer = Scorer(load_evaluators(config.eval.evaluators, llms), config.reward_name)
+    runner = Runner(
+        load_workflow(config.workflow),
+        llms,
+        scorer,
+        llm=getattr(config.workflow, "llm", None),
+        max_concurrency=general.max_concurrency,
+        run_timeout=general.run_timeout,
+        stop_on_failure=general.on_failure == "stop",
+    )
+    return Context(
+        config=config,
+        runner=runner,
+        examples=load_examples(general.dataset),
+        progress=progress,
+        trajectory_builder=_component(
+            config.trajectory_builders, wanted.trajectory_builder, ARTTrajectoryBuilder
+        ),
+        trainer_adapter=_component(
+            config.trainer_adapters, wanted.trainer_adapter, ARTTrainerAdapter
+        ),
+    )
+
+
+def _component(configured: dict[str, Any], name: str | None, ours: Any) -> Any:
+    """Our component with its settings, or the user's own."""
+    assert name is not None
+    config = configured[name]
+    return instance(config) if isinstance(config, configs.CustomConfig) else ours(config)
+
+
+def _log_to(console: Console) -> None:
+    root = logging.getLogger("trainer.harness")
+    for handler in [h for h in root.handlers if isinstance(h, ConsoleLines)]:
+        root.removeHandler(handler)
+    root.addHandler(ConsoleLines(console))
+    root.setLevel(logging.INFO)
+    root.propagate = False
+
+
+def summary(result: Result) -> dict[str, Any]:
+    """The result as data: the histories and the status of every epoch of this call."""
+    past = result.history
+    return {
+        "run_id": past.run_id if past else None,
+        "epochs": past.epoch if past else len(result.statuses),
+        "output_dir": str(result.config.finetuning.output_dir),
+        "rewards": past.rewards if past else [],
+        "validation": past.validation if past else [],
+        "statuses": [status.model_dump(mode="json") for status in result.statuses],
+    }
+
+
+def closing_lines(result: Result) -> list[str]:
+    """What to tell a person at the end: before and after, and where things are."""
+    past = result.history
+    if past is None:
+        return []
+    lines = []
+    measured = [row for row in past.validation if row.get("avg_reward") is not None]
+    if len(measured) > 1:
+        first, last = measured[0], measured[-1]
+        gain = last["avg_reward"] - first["avg_reward"]
+        lines.append(
+            f"Validation reward: {first['avg_reward']:.3f} before, "
+            f"{last['avg_reward']:.3f} after ({gain:+.3f})"
+        )
+        for name in sorted(first["metrics"].keys() & last["metrics"].keys()):
+            lines.append(
+                f"Validation {name}: {first['metrics'][name]:.3f} before, "
+                f"{last['metrics'][name]:.3f} after"
+            )
+    rewards = [row["avg_reward"] for row in past.rewards if row["avg_reward"] is not None]
+    if rewards:
+        lines.append(f"Training reward: {rewards[0]:.3f} first, {rewards[-1]:.3f} last")
+    lines.append(f"Metrics: {past.directory / METRICS}")
+    lines.append(f"Plot: {past.directory / PLOT}")
+    return lines

@@ -1,0 +1,142 @@
+"""The files of a run, and where it stands: what `--resume` reads and a kill cannot tear apart.
+
+`finetune_state.json` is the commit: histories beyond its epoch are of an epoch that did not end,
+and are dropped. `pending_epoch.json` holds an epoch's trajectories from before they are submitted
+until the epoch ends, so that a killed epoch is trained once, on what it had sampled.
+"""
+
+import fcntl
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from kit.errors import ConfigError
+from trainer.harness.curriculum import CurriculumState
+from trainer.harness.metrics import read_json, read_jsonl, write_json, write_jsonl
+from trainer.harness.types import TrajectoryCollection
+
+Json = dict[str, Any]
+STATE = "finetune_state.json"
+PENDING = "pending_epoch.json"
+METRICS = "training_metrics.jsonl"
+REWARDS = "reward_history.json"
+VALIDATION = "validation_history.json"
+CURRICULUM = "curriculum_state.json"
+PLOT = "reward_plot.png"
+FILES = (STATE, PENDING, METRICS, REWARDS, VALIDATION, CURRICULUM, PLOT)
+
+
+@dataclass
+class Pending:
+    """An epoch that was sampled and is about to be trained."""
+
+    epoch: int
+    step: int | None
+    """The backend's step before it; None when the adapter does not say."""
+    row: Json
+    """The epoch's metrics, as far as known."""
+    collection: Json
+    curriculum: Json
+    """The curriculum's state once this epoch has ended."""
+
+    def trajectories(self) -> TrajectoryCollection:
+        return TrajectoryCollection.model_validate(self.collection)
+
+
+@dataclass
+class History:
+    """Everything a run has written, in memory; `save` makes it the truth on disk."""
+
+    directory: Path
+    run_id: str
+    epoch: int = 0
+    """Epochs that have ended."""
+    idle: int = 0
+    """Epochs in a row that trained on nothing."""
+    trained: int = 0
+    """Epochs that trained on something."""
+    curriculum: CurriculumState = field(default_factory=lambda: CurriculumState(1.0))
+    metrics: list[Json] = field(default_factory=list)
+    rewards: list[Json] = field(default_factory=list)
+    validation: list[Json] = field(default_factory=list)
+
+    def save(self) -> None:
+        """Write the histories, then the state that vouches for them."""
+        write_jsonl(self.directory / METRICS, self.metrics)
+        write_json(self.directory / REWARDS, self.rewards)
+        write_json(self.directory / VALIDATION, self.validation)
+        write_json(self.directory / CURRICULUM, self.curriculum.as_json())
+        write_json(
+            self.directory / STATE,
+            {
+                "run_id": self.run_id,
+                "epoch": self.epoch,
+                "idle": self.idle,
+                "trained": self.trained,
+                "curriculum": self.curriculum.as_json(),
+            },
+        )
+        (self.directory / PENDING).unlink(missing_ok=True)
+
+    def begin_training(self, pending: Pending) -> None:
+        write_json(self.directory / PENDING, asdict(pending))
+
+    def pending(self) -> Pending | None:
+        """The epoch that a killed program had sampled, if it is the one that comes next."""
+        try:
+            found = read_json(self.directory / PENDING, None)
+        except json.JSONDecodeError:
+            return None
+        return Pending(**found) if found and found["epoch"] == self.epoch + 1 else None
+
+
+def lock(directory: Path) -> IO[str]:
+    """Hold the directory for as long as the result is open; two runs would mix their files."""
+    directory.mkdir(parents=True, exist_ok=True)
+    file = (directory / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(
+            f"Another run is writing to `{directory}`",
+            hint="Wait for it, or choose another `finetuning.output_dir`",
+        ) from None
+    return file
+
+
+def resume(directory: Path) -> History | None:
+    """The history of the run in `directory`, up to the last epoch that ended."""
+    state = read_json(directory / STATE, None)
+    if state is None:
+        return None
+    epoch = state["epoch"]
+
+    def ended(rows: list[Json]) -> list[Json]:
+        return [row for row in rows if row["epoch"] <= epoch]
+
+    return History(
+        directory,
+        state["run_id"],
+        epoch=epoch,
+        idle=state["idle"],
+        trained=state["trained"],
+        curriculum=CurriculumState.from_json(state["curriculum"]),
+        metrics=ended(read_jsonl(directory / METRICS)),
+        rewards=ended(read_json(directory / REWARDS, [])),
+        validation=ended(read_json(directory / VALIDATION, [])),
+    )
+
+
+def set_aside(directory: Path) -> Path | None:
+    """Move an earlier run's files to `previous/RUN_ID`, so that a new run starts clean."""
+    found = [directory / name for name in FILES if (directory / name).exists()]
+    if not found:
+        return None
+    run_id = str((read_json(directory / STATE, None) or {}).get("run_id") or "unknown")
+    target = directory / "previous" / run_id
+    target.mkdir(parents=True, exist_ok=True)
+    for path in found:
+        path.replace(target / path.name)
+    return target

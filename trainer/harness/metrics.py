@@ -1,0 +1,76 @@
+"""Numbers of an epoch, and the files that keep them; every file is whole at any moment."""
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.harness.types import WorkflowRun
+
+Json = dict[str, Any]
+
+
+def reward_summary(rewards: Sequence[float], prefix: str = "") -> dict[str, float]:
+    """Mean, least, greatest and spread; an empty list is said as such by its absence."""
+    if not rewards:
+        return {}
+    return {
+        f"{prefix}avg_reward": statistics.fmean(rewards),
+        f"{prefix}min_reward": min(rewards),
+        f"{prefix}max_reward": max(rewards),
+        f"{prefix}reward_std_dev": statistics.pstdev(rewards),
+    }
+
+
+def mean_metrics(runs: Iterable[WorkflowRun]) -> dict[str, float]:
+    """The mean of each metric over the runs that have it."""
+    values: dict[str, list[float]] = {}
+    for run in runs:
+        if run.failure is None:
+            for name, value in run.metrics.items():
+                values.setdefault(name, []).append(value)
+    return {name: statistics.fmean(found) for name, found in sorted(values.items())}
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` in one step: a kill leaves the old or the new file, never half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(_clean(value), file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def write_jsonl(path: Path, rows: Iterable[Json]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(json.dumps(_clean(row)) + "\n" for row in rows)
+    temporary.replace(path)
+
+
+def read_json(path: Path, default: Any) -> Any:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else default
+
+
+def read_jsonl(path: Path) -> list[Json]:
+    if not path.is_file():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+
+
+def _clean(value: Any) -> Any:
+    """JSON has no NaN; such a number is said as null."""
+    if isinstance(value, dict):
+        return {name: _clean(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

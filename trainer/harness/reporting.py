@@ -1,0 +1,147 @@
+"""`report_to`: metrics to services that people use, each behind its own optional package.
+
+Every service reads its own environment variables for keys and addresses; nothing is sent to one
+that was not named.
+"""
+
+import importlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from kit.errors import NotInstalled
+from trainer.harness.context import Context
+
+Numbers = Mapping[str, float]
+
+
+class Reporter(Protocol):
+    def log(self, epoch: int, numbers: Numbers) -> None: ...
+    def close(self) -> None: ...
+
+
+def load_reporters(context: Context, run_id: str) -> list[Reporter]:
+    """One for each name in `report_to`; an absent package is an error before the first epoch."""
+    return [REPORTERS[name](context, run_id) for name in context.config.finetuning.report_to]
+
+
+def _import(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as exc:
+        raise NotInstalled(
+            f"`report_to: [{package}]` needs the package `{package}`: {exc}",
+            hint=f"Install it with `pip install {package}`, or take it out of `report_to`",
+        ) from exc
+
+
+class WandbReporter:
+    def __init__(self, context: Context, run_id: str) -> None:
+        wandb = _import("wandb", "wandb")
+        adapter = next(iter(context.config.trainer_adapters.values()))
+        project = getattr(getattr(adapter, "backend", None), "project", None)
+        # The run's id makes a resumed run go on in the same place.
+        self._run = wandb.init(
+            project=project,
+            id=run_id,
+            name=run_id,
+            resume="allow",
+            dir=str(context.output_dir),
+            config=context.config.model_dump(mode="json"),
+        )
+
+    def log(self, epoch: int, numbers: Numbers) -> None:
+        self._run.log(dict(numbers), step=epoch)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class TensorboardReporter:
+    def __init__(self, context: Context, run_id: str) -> None:
+        writer = _import("tensorboard.summary.writer.event_file_writer", "tensorboard")
+        # TensorBoard's own protocol buffers: its usual writer comes with torch, which is not here.
+        self._event = _import("tensorboard.compat.proto.event_pb2", "tensorboard").Event
+        self._summary = _import("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
+        self._writer = writer.EventFileWriter(str(context.output_dir / "tensorboard" / run_id))
+
+    def log(self, epoch: int, numbers: Numbers) -> None:
+        values = [
+            self._summary.Value(tag=name, simple_value=value) for name, value in numbers.items()
+        ]
+        event = self._event(wall_time=time.time(), step=epoch, summary=self._summary(value=values))
+        self._writer.add_event(event)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class MlflowReporter:
+    def __init__(self, context: Context, run_id: str) -> None:
+        self._mlflow = _import("mlflow", "mlflow")
+        self._run = self._mlflow.start_run(run_name=run_id)
+
+    def log(self, epoch: int, numbers: Numbers) -> None:
+        self._mlflow.log_metrics(dict(numbers), step=epoch, run_id=self._run.info.run_id)
+
+    def close(self) -> None:
+        self._mlflow.end_run()
+
+
+class LangfuseReporter:
+    """A trace for the run, with a score per metric and epoch."""
+
+    def __init__(self, context: Context, run_id: str) -> None:
+        langfuse = _import("langfuse", "langfuse")
+        self._client = langfuse.Langfuse()
+        self._run_id = run_id
+
+    def log(self, epoch: int, numbers: Numbers) -> None:
+        trace = self._client.create_trace_id(seed=f"{self._run_id}/{epoch}")
+        for name, value in numbers.items():
+            self._client.create_score(
+                trace_id=trace,
+                name=name,
+                value=float(value),
+                data_type="NUMERIC",
+                comment=f"{self._run_id}, epoch {epoch}",
+            )
+
+    def close(self) -> None:
+        self._client.flush()
+        self._client.shutdown()
+
+
+class OpenpipeReporter:
+    """A logged request per epoch whose metadata is the metrics."""
+
+    def __init__(self, context: Context, run_id: str) -> None:
+        self._client = _import("openpipe.client", "openpipe").OpenPipe()
+        self._run_id = run_id
+
+    def log(self, epoch: int, numbers: Numbers) -> None:
+        now = int(time.time() * 1000)
+        self._client.report(
+            requested_at=now,
+            received_at=now,
+            req_payload={"model": self._run_id, "messages": []},
+            status_code=200,
+            metadata={
+                "run_id": self._run_id,
+                "epoch": str(epoch),
+                **{name.replace("/", "."): f"{value:.6g}" for name, value in numbers.items()},
+            },
+        )
+
+    def close(self) -> None:
+        """Every report was sent when it was made."""
+
+
+REPORTERS: dict[str, Callable[[Context, str], Reporter]] = {
+    "wandb": WandbReporter,
+    "tensorboard": TensorboardReporter,
+    "mlflow": MlflowReporter,
+    "langfuse": LangfuseReporter,
+    "openpipe": OpenpipeReporter,
+}

@@ -1,0 +1,285 @@
+"""`ARTTrainer`: the loop. An epoch samples, chooses, trains, and writes down what came of it."""
+
+import logging
+import random
+import time
+import uuid
+from typing import IO, Any
+
+from trainer.errors import TrainerError
+from trainer.harness import curriculum, history, plots
+from trainer.harness.component_config import ArtTrainerConfig
+from trainer.harness.context import Context
+from trainer.harness.curriculum import CurriculumState
+from trainer.harness.decisions import epoch_row, reason_to_stop, reasons_for_nothing, teaching
+from trainer.harness.history import History, Pending
+from trainer.harness.reporting import Reporter, load_reporters
+from trainer.harness.types import (
+    Json,
+    TrainingJobRef,
+    TrainingJobStatus,
+    TrainingStatusEnum,
+    TrajectoryCollection,
+)
+from trainer.harness.validation import validate
+
+logger = logging.getLogger(__name__)
+DRAW_EVERY = 15.0  # seconds; a plot costs a quarter of one, which quick epochs would feel
+IDLE_EPOCHS = 3  # as many epochs in a row without anything to learn from, and the run gives up
+
+
+class NothingToTrainOn(TrainerError):
+    """No group of several epochs could teach anything."""
+
+    hint = (
+        "Raise `num_generations` or `temperature`, give partial credit in the reward, "
+        "and check the runs in `eval.general.output_dir`"
+    )
+
+
+class ARTTrainer:
+    """Epochs with validation, curriculum and resumption. `initialize`, then `run`."""
+
+    def __init__(self, config: ArtTrainerConfig | None = None) -> None:
+        self.config = config
+        self._context: Context | None = None
+        self._history: History | None = None
+        self._reporters: list[Reporter] = []
+        self._pending: Pending
+        self._epoch_started = self._train_started = 0.0
+        self._drawn = -DRAW_EVERY
+        self._lock: IO[str] | None = None
+
+    async def initialize(self, config: Context) -> None:
+        """Set the components up, and find where an earlier run was left when asked to resume."""
+        self._context = config
+        plots.check_installed()
+        self._lock = history.lock(config.output_dir)
+        found = history.resume(config.output_dir) if config.resume else None
+        if found is None:
+            if config.resume:
+                logger.info("Nothing to resume in %s: starting at epoch 1", config.output_dir)
+            if moved := history.set_aside(config.output_dir):
+                logger.info("The files of the run before are now in %s", moved)
+            run_id = f"art_run_{uuid.uuid4().hex[:8]}"
+            found = History(config.output_dir, run_id)
+            found.curriculum = curriculum.start(config.config.finetuning.curriculum_learning)
+        self._history = found
+        await config.trajectory_builder.initialize(config)
+        await config.trainer_adapter.initialize(config)
+        self._reporters = load_reporters(config, found.run_id)
+
+    async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
+        """Train until `num_epochs` epochs have ended, those of a resumed run included."""
+        context, past = self._ready()
+        statuses: list[TrainingJobStatus] = []
+        context.progress.begin(num_epochs, past.epoch)
+        if past.epoch:
+            logger.info("Resuming run %s after epoch %s", past.run_id, past.epoch)
+        if not past.validation:
+            await self._validate(0)
+        try:
+            while past.epoch < num_epochs:
+                ref = await self.run_epoch(past.epoch, past.run_id)
+                status = await self._finish_epoch(ref, num_epochs)
+                statuses.append(status)
+                if status.status in (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED):
+                    logger.error("Training failed at epoch %s: %s", past.epoch + 1, status.message)
+                    return statuses
+                logger.info("Completed epoch %s/%s", past.epoch, num_epochs)
+                if past.idle >= IDLE_EPOCHS and not past.trained:
+                    why = reasons_for_nothing(past.metrics[-1])
+                    raise NothingToTrainOn(f"Nothing to train on in {past.idle} epochs: {why}")
+                rule = context.config.finetuning.early_stopping
+                if reason := reason_to_stop(rule, past.rewards, past.validation):
+                    logger.info("Stopping after epoch %s: %s", past.epoch, reason)
+                    break
+            await self._last_validation()
+            self._draw()
+            return statuses
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Let go of the output directory and of the services that are reported to."""
+        for reporter in self._reporters:
+            reporter.close()
+        self._reporters = []
+        if self._lock:
+            self._lock.close()
+
+    async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
+        """Sample and submit epoch `epoch` (from 0); None when there is nothing to train on."""
+        context, past = self._ready()
+        logger.info("Starting epoch %s for run %s", epoch + 1, run_id)
+        self._epoch_started = time.monotonic()
+        left = past.pending()
+        self._pending = pending = left or await self._sample(epoch, run_id)
+        past.curriculum = CurriculumState.from_json(pending.curriculum)
+        self._train_started = time.monotonic()
+        if left and await self._was_trained(left):
+            logger.info("Epoch %s was trained before the restart", epoch + 1)
+            return TrainingJobRef(run_id=run_id, backend="resumed", metadata={"trained": True})
+        past.begin_training(pending)
+        chosen = pending.trajectories()
+        if not chosen.trajectories:
+            return None
+        context.progress.training(None if pending.step is None else pending.step + 1)
+        return await context.trainer_adapter.submit(chosen)
+
+    async def _sample(self, epoch: int, run_id: str) -> Pending:
+        """Collect the epoch's trajectories and choose those to train on."""
+        context, past = self._ready()
+        started = time.monotonic()
+        meta: Json = {"epoch": epoch, "run_id": run_id}
+        builder = context.trajectory_builder
+        await builder.start_run(run_id=run_id, meta=meta)
+        found = await builder.finalize(run_id=run_id, meta=meta)
+        if not found.trajectories:
+            logger.warning("No trajectories collected for epoch %s", epoch + 1)
+        chosen = self._choose(found, epoch)
+        row = {
+            **epoch_row(epoch + 1, found, chosen, past.curriculum.current_percentile),
+            "failures": dict(getattr(builder, "lost", {})),
+            "metrics": dict(getattr(builder, "metrics", {})),
+            "time/sample_s": time.monotonic() - started,
+        }
+        return Pending(
+            epoch=epoch + 1,
+            step=await self._step(),
+            row=row,
+            collection=chosen.model_dump(mode="json"),
+            curriculum=past.curriculum.as_json(),
+        )
+
+    def _choose(self, found: TrajectoryCollection, epoch: int) -> TrajectoryCollection:
+        """The curriculum's groups that can teach something: their rewards differ."""
+        context, past = self._ready()
+        config = context.config.finetuning.curriculum_learning
+        chance = random.Random(f"{context.config.finetuning.seed}/{epoch}")
+        state = curriculum.expand(config, past.curriculum, epoch)
+        places, past.curriculum = curriculum.select(config, state, found.rewards, chance)
+        groups = [found.trajectories[place] for place in places]
+        kept = teaching(groups)
+        if found.trajectories and not kept:
+            logger.warning(
+                "Nothing to train on in epoch %s: every group's rewards are equal, "
+                "or differ by less than the curriculum asks",
+                epoch + 1,
+            )
+        return TrajectoryCollection(trajectories=kept, run_id=found.run_id)
+
+    async def _finish_epoch(self, ref: TrainingJobRef | None, num_epochs: int) -> TrainingJobStatus:
+        """Wait for the training, validate when it is time, and write the epoch down."""
+        context, past = self._ready()
+        pending = self._pending
+        status = await self._await_training(ref, past.run_id)
+        if status.status in (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED):
+            return status
+        told = status.metadata or {}
+        row = {
+            **pending.row,
+            "step": await self._step(),
+            **(told.get("metrics") or {}),
+            "time/train_s": time.monotonic() - self._train_started,
+        }
+        trainable = row.get(
+            "data/step_num_groups_trainable", len(pending.collection["trajectories"])
+        )
+        past.idle = 0 if trainable else past.idle + 1
+        past.trained += bool(trainable)
+        past.epoch += 1
+        validation = None
+        if context.validation is not None and (
+            past.epoch % context.validation_interval == 0 or past.epoch == num_epochs
+        ):
+            validation = await self._validate(past.epoch)
+        row["time/epoch_s"] = time.monotonic() - self._epoch_started
+        past.metrics.append(row)
+        names = ("epoch", "timestamp", "avg_reward", "min_reward", "max_reward", "reward_std_dev")
+        past.rewards.append(
+            {name: row.get(name) for name in (*names, "num_trajectories", "curriculum_percentile")}
+        )
+        past.save()
+        if time.monotonic() - self._drawn > DRAW_EVERY:
+            self._draw()
+        self._report(row, validation)
+        reward = row.get("avg_reward")
+        logger.info(
+            "Epoch %s progress logged - Avg Reward: %s, Trajectories: %s",
+            past.epoch,
+            "none" if reward is None else f"{reward:.4f}",
+            row["num_trajectories"],
+        )
+        context.progress.epoch_done(reward, (validation or {}).get("avg_reward"))
+        return status
+
+    async def _await_training(self, ref: TrainingJobRef | None, run_id: str) -> TrainingJobStatus:
+        context, _ = self._ready()
+        if ref is None or (ref.metadata or {}).get("trained"):
+            return TrainingJobStatus(
+                run_id=run_id,
+                backend="openpipe-art",
+                status=TrainingStatusEnum.COMPLETED,
+                message="No trajectories to train on" if ref is None else "Trained before",
+            )
+        return await context.trainer_adapter.wait_until_complete(ref)
+
+    async def _validate(self, epoch: int) -> Json | None:
+        context, past = self._ready()
+        if context.validation is None:
+            return None
+        summary = await validate(context, past.run_id, epoch)
+        past.validation.append(summary)
+        if epoch == 0:
+            past.save()
+        return summary
+
+    async def _last_validation(self) -> None:
+        """A run that stops early, or is resumed with fewer epochs, is measured at its end too."""
+        context, past = self._ready()
+        if context.validation is not None and past.validation[-1]["epoch"] != past.epoch:
+            await self._validate(past.epoch)
+            past.save()
+
+    async def _was_trained(self, pending: Pending) -> bool:
+        """Whether the backend has made the step of an epoch that was cut off."""
+        step = await self._step()
+        if step is None or pending.step is None:
+            return False
+        if step < pending.step:
+            raise TrainerError(
+                f"The backend is at step {step}, but this run had reached step {pending.step}",
+                hint="Point it at the run's own state directory, or start anew without `--resume`",
+            )
+        return step > pending.step
+
+    async def _step(self) -> int | None:
+        ask = getattr(self._ready()[0].trainer_adapter, "current_step", None)
+        return int(await ask()) if ask else None
+
+    def _draw(self) -> None:
+        context, past = self._ready()
+        self._drawn = time.monotonic()
+        if not past.rewards:
+            return
+        enabled = context.config.finetuning.curriculum_learning.enabled
+        plots.reward_plot(
+            context.output_dir / history.PLOT, past.rewards, past.validation, curriculum=enabled
+        )
+
+    def _report(self, row: Json, validation: Json | None) -> None:
+        numbers = {k: v for k, v in row.items() if isinstance(v, int | float)}
+        if validation and "avg_reward" in validation:
+            numbers["validation/avg_reward"] = validation["avg_reward"]
+        for reporter in self._reporters:
+            reporter.log(row["epoch"], numbers)
+
+    def _ready(self) -> tuple[Context, History]:
+        if self._context is None or self._history is None:
+            raise RuntimeError("initialize() comes first")
+        return self._context, self._history
+
+    @property
+    def history(self) -> Any:
+        return self._ready()[1]

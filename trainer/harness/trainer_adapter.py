@@ -1,0 +1,215 @@
+"""`ARTTrainerAdapter`: takes trajectories to the backend, and sees the training through.
+
+The backend may restart at any moment: a request that was cut off is sent again as it was, and
+the backend, which journaled it, trains it once.
+"""
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from trainer.client import ArtBackend, means
+from trainer.errors import TrainerError
+from trainer.harness import episodes
+from trainer.harness.component_config import ArtBackendConfig, ArtTrainerAdapterConfig
+from trainer.harness.types import (
+    Json,
+    TrainingJobRef,
+    TrainingJobStatus,
+    TrainingStatusEnum,
+    TrajectoryCollection,
+)
+
+logger = logging.getLogger(__name__)
+BACKEND = "openpipe-art"
+
+
+class NotConnected(TrainerError):
+    hint = "Start it with `trainer serve`, and check `ip` and `port` of the trainer adapter"
+
+
+@dataclass(frozen=True)
+class WireModel:
+    """What ART's client calls a trainable model, as far as the control API needs it."""
+
+    config: ArtBackendConfig
+    inference_model_name: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def project(self) -> str:
+        return self.config.project
+
+    def safe_model_dump(self, mode: str = "json") -> Json:
+        parts = ("init_args", "engine_args", "peft_args")
+        given = {name: getattr(self.config, name) for name in parts}
+        return {
+            "name": self.name,
+            "project": self.project,
+            "base_model": self.config.base_model,
+            "trainable": True,
+            "_internal_config": {
+                name: part.model_dump(mode=mode, exclude_none=True)
+                for name, part in given.items()
+                if part is not None
+            },
+        }
+
+
+@dataclass(frozen=True)
+class WireGroup:
+    body: Json
+
+    def model_dump(self, mode: str = "json") -> Json:
+        return self.body
+
+
+@dataclass
+class _Job:
+    ref: TrainingJobRef
+    task: "asyncio.Task[None]"
+    rows: list[dict[str, float]] = field(default_factory=list)
+
+
+class ARTTrainerAdapter:
+    """Submits to `trainer serve`. Made without work; `initialize` connects."""
+
+    def __init__(self, config: ArtTrainerAdapterConfig) -> None:
+        self.config = config
+        self._model = WireModel(config.backend)
+        self._client: ArtBackend | None = None
+        self._jobs: dict[str, _Job] = {}
+
+    async def initialize(self, config: Any = None) -> None:
+        """Connect, register the model and load it; raises when the backend is not there."""
+        backend = self.config.backend
+        host = f"[{backend.ip}]" if ":" in backend.ip else backend.ip
+        self._client = ArtBackend(
+            f"http://{host}:{backend.port}", backend.api_key.get_secret_value()
+        )
+        await self._connect(patience=5)
+        step = await self.current_step()
+        logger.info("Model `%s` of project `%s` is at step %s", backend.name, backend.project, step)
+
+    async def close(self) -> None:
+        if self._client:
+            await self._client.close()
+
+    async def current_step(self) -> int:
+        """The step the backend serves now."""
+        return await self._ready()._get_step(self._model)
+
+    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
+        """Check the episodes and start the training; returns at once."""
+        for group in trajectories.trajectories:
+            for trajectory in group:
+                if not (trajectory.metadata or {}).get("recorded"):
+                    for episode in (trajectory.episode, *trajectory.additional_episodes):
+                        episodes.check_order(episode)
+        step = await self.current_step()
+        if self.config.backend.delete_old_checkpoints:
+            await self._ready()._delete_checkpoint_files(self._model, [step])
+        ref = TrainingJobRef(
+            run_id=trajectories.run_id, backend=BACKEND, metadata={"step": step + 1}
+        )
+        groups = [
+            WireGroup({"trajectories": [episodes.to_wire(t) for t in group], "exceptions": []})
+            for group in trajectories.trajectories
+        ]
+        job = self._jobs[trajectories.run_id] = _Job(ref, asyncio.create_task(asyncio.sleep(0)))
+        job.task = asyncio.create_task(self._train(job, groups))
+        logger.info(
+            "Submitted %s trajectories in %s groups for training",
+            trajectories.count,
+            len(groups),
+        )
+        return ref
+
+    async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
+        job = self._jobs[ref.run_id]
+        told: Json = {"step": (job.ref.metadata or {})["step"], "metrics": means(job.rows)}
+        state, message, progress = TrainingStatusEnum.RUNNING, None, None
+        if job.rows and (total := job.rows[-1].get("num_gradient_steps")):
+            progress = 100 * len(job.rows) / total
+        if job.task.cancelled():
+            state = TrainingStatusEnum.CANCELED
+        elif job.task.done():
+            error = job.task.exception()
+            state = TrainingStatusEnum.FAILED if error else TrainingStatusEnum.COMPLETED
+            if error is not None:
+                message = getattr(error, "message", None) or f"{type(error).__name__}: {error}"
+                told["hint"] = getattr(error, "hint", "")
+            else:
+                progress = 100.0
+        return TrainingJobStatus(
+            run_id=ref.run_id,
+            backend=BACKEND,
+            status=state,
+            progress=progress,
+            message=message,
+            metadata=told,
+        )
+
+    async def wait_until_complete(
+        self, ref: TrainingJobRef, poll_interval: float = 0.1
+    ) -> TrainingJobStatus:
+        """Until the job ends; it is not an error here that it failed."""
+        await asyncio.wait([self._jobs[ref.run_id].task])
+        status = await self.status(ref)
+        if status.status == TrainingStatusEnum.COMPLETED:
+            logger.info("Training %s completed successfully.", ref.run_id)
+        return status
+
+    async def cancel(self, ref: TrainingJobRef) -> None:
+        """Stop waiting for a job. A step that the backend has begun ends there: it is journaled."""
+        job = self._jobs[ref.run_id]
+        job.task.cancel()
+        await asyncio.wait([job.task])
+
+    async def _train(self, job: _Job, groups: list[WireGroup]) -> None:
+        settings = self.config.training.wire()
+        while True:
+            job.rows = []
+            try:
+                async for row in self._ready()._train_model(self._model, groups, {}, settings):
+                    job.rows.append(row)
+                return
+            except TrainerError as exc:
+                if not _is_away(exc):
+                    raise
+                logger.warning("The backend went away while it trained: %s", exc.message)
+                # It takes the journaled request up by itself; the same body again only joins it.
+                await self._connect(patience=self.config.wait_for_backend)
+
+    async def _connect(self, *, patience: float) -> None:
+        """Register and prepare, for as long as nobody answers and `patience` lasts."""
+        client = self._ready()
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                await client.register(self._model)
+                await client._prepare_backend_for_training(self._model, None)
+                return
+            except TrainerError as exc:
+                if not _is_away(exc):
+                    raise
+                if time.monotonic() >= deadline:
+                    raise NotConnected(exc.message) from exc
+            await asyncio.sleep(0.5)
+
+    def _ready(self) -> ArtBackend:
+        if self._client is None:
+            raise RuntimeError("initialize() comes first")
+        return self._client
+
+
+def _is_away(error: TrainerError) -> bool:
+    """Whether nobody answered, rather than that the answer was no."""
+    return isinstance(error.__cause__, httpx.TransportError)

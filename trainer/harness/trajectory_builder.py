@@ -1,0 +1,101 @@
+"""`ARTTrajectoryBuilder`: several runs of the workflow per example, as grouped trajectories."""
+
+import asyncio
+import logging
+import random
+from collections.abc import Sequence
+
+from trainer.harness import episodes
+from trainer.harness.component_config import ArtTrajectoryBuilderConfig
+from trainer.harness.context import Context
+from trainer.harness.metrics import mean_metrics, write_jsonl
+from trainer.harness.runner import failures, record, warn_of_failures
+from trainer.harness.types import Example, Json, Trajectory, TrajectoryCollection, WorkflowRun
+
+logger = logging.getLogger(__name__)
+
+
+class ARTTrajectoryBuilder:
+    """`start_run` begins an epoch's runs, `finalize` waits for them and groups them."""
+
+    def __init__(self, config: ArtTrajectoryBuilderConfig) -> None:
+        self.config = config
+        self.lost: dict[str, int] = {}
+        """Runs of the last epoch that gave no trajectory, by reason."""
+        self.metrics: dict[str, float] = {}
+        """Means of what the evaluators said of the last epoch's runs."""
+        self._context: Context | None = None
+        self.evaluation_runs: dict[str, asyncio.Task[list[list[WorkflowRun]]]] = {}
+
+    async def initialize(self, config: Context) -> None:
+        self._context = config
+
+    async def start_run(self, run_id: str, meta: Json | None = None) -> None:
+        """Start `num_generations` runs of every example at once; returns while they go on."""
+        context = self._ready()
+        generations = self.config.num_generations
+        logger.info("Starting %s evaluation runs for run_id: %s", generations, run_id)
+        epoch = (meta or {}).get("epoch", 0)
+        examples = self._examples(context, epoch)
+        context.progress.phase("sampling", generations * len(examples))
+        self.evaluation_runs[run_id] = asyncio.create_task(
+            context.runner.run(
+                examples, generations, f"{run_id}-{epoch}", context.progress.run_done
+            )
+        )
+
+    async def finalize(self, run_id: str, meta: Json | None = None) -> TrajectoryCollection:
+        """The trajectories of every example, grouped; an example with none has no group."""
+        context = self._ready()
+        try:
+            runs = await self.evaluation_runs.pop(run_id)
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from None  # the first fault ended the others
+        built = [
+            [trajectory for run in group if (trajectory := self._build(context, run)) is not None]
+            for group in runs
+        ]
+        groups = [group for group in built if group]
+        self.lost = failures(runs)
+        self.metrics = mean_metrics(run for group in runs for run in group)
+        warn_of_failures(runs)
+        epoch = (meta or {}).get("epoch", 0)
+        path = context.config.eval.general.output_dir / f"epoch_{epoch + 1:04d}.jsonl"
+        write_jsonl(path, (record(run) for group in runs for run in group))
+        logger.info(
+            "Built %s trajectories across %s examples for run_id: %s",
+            sum(map(len, groups)),
+            len(groups),
+            run_id,
+        )
+        return TrajectoryCollection(trajectories=groups, run_id=run_id)
+
+    async def cancel(self) -> None:
+        for task in self.evaluation_runs.values():
+            task.cancel()
+        await asyncio.gather(*self.evaluation_runs.values(), return_exceptions=True)
+
+    def _examples(self, context: Context, epoch: int) -> Sequence[Example]:
+        """The epoch's share: the dataset is shuffled once for each pass through it."""
+        count = self.config.examples_per_epoch
+        if count is None:
+            return context.examples
+        total = len(context.examples)
+        chosen = []
+        for place in range(epoch * count, (epoch + 1) * count):
+            order = list(range(total))
+            random.Random(f"{context.config.finetuning.seed}/{place // total}").shuffle(order)
+            chosen.append(context.examples[order[place % total]])
+        # A small dataset may begin anew within an epoch; a group holds each example once.
+        return list(dict.fromkeys(chosen)) if count > total else chosen
+
+    def _build(self, context: Context, run: WorkflowRun) -> Trajectory | None:
+        if run.failure is not None:
+            return None
+        calls = episodes.wanted(run.completions, context.functions, context.target_llm)
+        return episodes.build(run, calls)
+
+    def _ready(self) -> Context:
+        if self._context is None:
+            raise RuntimeError("initialize() comes first")
+        return self._context

@@ -1,0 +1,41 @@
+"""How the policy does on examples it is not trained on."""
+
+import logging
+from datetime import UTC, datetime
+from typing import Any
+
+from trainer.harness.context import Context
+from trainer.harness.metrics import mean_metrics, reward_summary, write_jsonl
+from trainer.harness.runner import failures, record, warn_of_failures
+
+logger = logging.getLogger(__name__)
+
+
+async def validate(context: Context, run_id: str, epoch: int) -> dict[str, Any]:
+    """Run the validation examples once each, after `epoch` epochs, and summarise them."""
+    assert context.validation is not None
+    logger.info("Running validation after %s epochs", epoch)
+    context.progress.phase("validation", len(context.validation))
+    try:
+        runs = await context.runner.run(
+            context.validation, 1, f"{run_id}-validation-{epoch}", context.progress.run_done
+        )
+    except ExceptionGroup as group:
+        raise group.exceptions[0] from None
+    warn_of_failures(runs)
+    every = [run for group in runs for run in group]
+    path = context.config.eval.general.output_dir / f"validation_{epoch:04d}.jsonl"
+    write_jsonl(path, map(record, every))
+    summary = {
+        "epoch": epoch,
+        "timestamp": datetime.now(UTC).isoformat(),
+        **reward_summary([run.reward for run in every if run.reward is not None]),
+        "num_examples": sum(run.reward is not None for run in every),
+        "failures": failures(runs),
+        "metrics": mean_metrics(every),
+    }
+    if "avg_reward" in summary:
+        logger.info("Validation after %s epochs - Avg Reward: %.4f", epoch, summary["avg_reward"])
+    else:
+        logger.warning("Validation after %s epochs gave no reward at all", epoch)
+    return summary

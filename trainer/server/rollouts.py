@@ -1,0 +1,52 @@
+"""What was said under a rollout's own base URL: messages and choices, as the agent saw them.
+
+The ledger keeps tokens for training; this keeps the conversation, so that a harness can score it
+and send it to be trained without touching the agent's framework. SQLite, in WAL mode.
+"""
+
+import json
+import sqlite3
+import time
+from pathlib import Path
+from typing import Any
+
+Json = dict[str, Any]
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS said (
+    id INTEGER PRIMARY KEY, rollout TEXT NOT NULL, body TEXT NOT NULL, created REAL NOT NULL
+);
+CREATE INDEX IF NOT EXISTS said_by_rollout ON said (rollout);
+"""
+KEPT_SECONDS = 6 * 3600  # an epoch's rollouts are read at its end; nobody asks for older ones
+_SWEEP_EVERY = 1000
+
+
+class Rollouts:
+    """Completions by rollout, in the order in which they ended."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;" + _SCHEMA)
+        self._since_sweep = 0
+        self._sweep()
+
+    def close(self) -> None:
+        self._db.close()
+
+    def record(self, rollout: str, body: Json) -> None:
+        self._db.execute(
+            "INSERT INTO said VALUES (NULL, ?, ?, ?)", (rollout, json.dumps(body), time.time())
+        )
+        self._since_sweep += 1
+        if self._since_sweep >= _SWEEP_EVERY:
+            self._sweep()
+
+    def read(self, rollout: str) -> list[Json]:
+        found = self._db.execute("SELECT body FROM said WHERE rollout = ? ORDER BY id", (rollout,))
+        return [json.loads(body) for (body,) in found]
+
+    def _sweep(self) -> None:
+        self._since_sweep = 0
+        self._db.execute("DELETE FROM said WHERE created < ?", (time.time() - KEPT_SECONDS,))
