@@ -5,17 +5,26 @@ inherits the other's memory, and writes the table to `bench/results/`.
 """
 
 import gc
+import json
+import os
 import statistics
+import subprocess
+import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.report import Table, write_report
 from bench.shapes import QWEN3_4B, QWEN25_7B, Config, random_policy, random_row, weighted_loss
 from trainer.learner.gradient import row_logprobs
 
 GIB = 2**30
+ROOT = Path(__file__).parents[1]
+Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -31,6 +40,8 @@ class Case:
     completion: int
     micro: int = 0
     """Sequences in one forward pass of the baseline; 0 is all."""
+    limit_gib: float | None = None
+    """Memory our learner may use; None is all there is."""
 
     @property
     def tokens(self) -> int:
@@ -42,6 +53,7 @@ CASES = {
     "7b-16x512": Case("7B, 16 sequences of 512, all trained", QWEN25_7B, 8, 16, 1, 1, 511),
     "7b-16x512-half": Case("7B, 16 sequences of 256 + 256", QWEN25_7B, 8, 16, 1, 256, 256),
     "7b-1x8192": Case("7B, one sequence of 8,192, all trained", QWEN25_7B, 8, 1, 1, 1, 8191),
+    "7b-1x8192-35": Case("the same within 35 GiB", QWEN25_7B, 8, 1, 1, 1, 8191, limit_gib=35),
     "7b-group": Case("7B, group of 16, 2,048 + 256", QWEN25_7B, 8, 1, 16, 2048, 256, micro=4),
     "4b-1x16384": Case("4B (Qwen3), one sequence of 16,384", QWEN3_4B, 16, 1, 1, 1, 16_383),
 }
@@ -85,13 +97,11 @@ def matmul_parameters(config: Config) -> int:
     return int(config["num_hidden_layers"] * layer + config["vocab_size"] * dim)
 
 
-def ours(case: Case, *, budget: float = 1.0, chunk: int = 4096) -> dict[str, float]:
+def ours(case: Case, *, limit_gib: float | None = None, chunk: int = 4096) -> Json:
     """Our learner's forward and backward pass over the case's packed row."""
     device = torch.device("cuda")
-    policy = random_policy(case.config, case.rank, device)
-    assert policy.fast
-    policy.fast.budget = budget
-    policy.activation_checkpointing = budget == 0
+    limit = None if limit_gib is None else int(limit_gib * GIB)
+    policy = random_policy(case.config, case.rank, device, limit=limit)
     row = random_row(case.groups, case.size, case.prompt, case.completion, device)
     parameters = list(policy.trainable().values())
 
@@ -105,3 +115,83 @@ def ours(case: Case, *, budget: float = 1.0, chunk: int = 4096) -> dict[str, flo
     found["tokens_per_second"] = case.tokens / found["seconds"]
     found["physical_per_second"] = len(row.tokens) / found["seconds"]
     return found
+
+
+def in_process(arguments: list[str], environment: dict[str, str]) -> Json:
+    """What another Python prints last, as JSON; its error where it fails."""
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or ["?"])[-1][:200]}
+    found: Json = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
+def baseline(case: Case, peft_path: str) -> Json:
+    """transformers + peft on the case: without checkpointing if that fits, as is fastest."""
+    about = {
+        "config": case.config,
+        "rank": case.rank,
+        "sequences": case.groups * case.size,
+        "prompt": case.prompt,
+        "completion": case.completion,
+        "micro": case.micro,
+    }
+    environment = {**os.environ, "PYTHONPATH": peft_path}
+    arguments = ["bench/baseline_peft.py", json.dumps(about)]
+    found = in_process(arguments, environment)
+    if "error" in found:
+        found = in_process([*arguments, "--checkpointing"], environment) | {"checkpointing": True}
+    return found
+
+
+def run_all(peft_path: str, wanted: list[str]) -> None:
+    """Every case in processes of its own; the table goes to `bench/results/`."""
+    ceiling = matmul_ceiling()
+    torch.cuda.empty_cache()
+    heads = ["work, forward + backward", "transformers + peft", "GiB", "ours", "GiB"]
+    table = Table([*heads, "ratio", "of the matmul ceiling"])
+    for name in wanted:
+        case = CASES[name]
+        mine = in_process(["-m", "bench.learner_cuda", name], dict(os.environ))
+        print(name, "ours", json.dumps(mine), flush=True)
+        theirs = baseline(case, peft_path) if case.limit_gib is None else {}
+        print(name, "transformers + peft", json.dumps(theirs), flush=True)
+        table.add(cells(case, mine, theirs, ceiling))
+    print(table)
+    about = (
+        "The learner's forward and backward pass in bf16, LoRA on every linear layer, against "
+        "transformers + peft (sdpa, no checkpointing where that fits; `*`: with it), both in this "
+        "run. Tokens a second are counted without sharing. The ceiling is 4 FLOP for each weight "
+        f"that is multiplied and token read, at {ceiling:.0f} TFLOP/s, a bf16 product of 8,192 "
+        "cubed in this run; attention is not counted"
+    )
+    name = torch.cuda.get_device_name()
+    packages = ("torch", "triton", "torchtune", "transformers")
+    load = os.getloadavg()[0]
+    write_report("learner_cuda", f"On one {name}. {about}", table, load, packages=packages)
+
+
+def cells(case: Case, mine: Json, theirs: Json, ceiling: float) -> list[str]:
+    def number(found: Json, key: str, form: str) -> str:
+        star = "*" if found.get("checkpointing") else ""
+        return f"{found[key]:{form}}{star}" if key in found else found.get("error", "-")
+
+    speed, other = mine.get("tokens_per_second", 0.0), theirs.get("tokens_per_second")
+    flops = 4 * matmul_parameters(case.config) * mine.get("physical_per_second", 0.0)
+    return [
+        case.title,
+        number(theirs, "tokens_per_second", ",.0f"),
+        number(theirs, "peak_gib", ".1f"),
+        number(mine, "tokens_per_second", ",.0f"),
+        number(mine, "peak_gib", ".1f"),
+        f"{speed / other:.2f}x" if other else "-",
+        f"{flops / ceiling / 1e12:.0%}",
+    ]
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    chosen = CASES[sys.argv[1]]
+    print(json.dumps(ours(chosen, limit_gib=chosen.limit_gib)))

@@ -48,8 +48,18 @@ QWEN3_4B: Config = {
 }
 
 
-def random_policy(config: Config, rank: int, device: torch.device, *, fast: bool = True) -> Policy:
-    """A policy of that shape in bf16 with random weights, and a LoRA that is not zero."""
+def random_policy(
+    config: Config,
+    rank: int,
+    device: torch.device,
+    *,
+    fast: bool = True,
+    limit: int | None = None,
+) -> Policy:
+    """A policy of that shape in bf16 with random weights, and a LoRA that is not zero.
+
+    With a `limit` it keeps its memory within so many bytes.
+    """
     architecture = parse_architecture(config)
     lora = LoraConfig(rank=rank, alpha=2.0 * rank)
     with torch.device("meta"):
@@ -72,7 +82,8 @@ def random_policy(config: Config, rank: int, device: torch.device, *, fast: bool
             nn.init.normal_(parameter, std=0.01)
     policy.eval()
     if fast:
-        policy.fast = FastLayers(policy.layers, policy.architecture)
+        free = None if limit is None else lambda device: limit - torch.cuda.memory_allocated(device)
+        policy.fast = FastLayers(policy.layers, policy.architecture, free=free)
     return policy
 
 

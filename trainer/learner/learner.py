@@ -5,6 +5,7 @@ take the gradient steps, write the next checkpoint.
 """
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,18 @@ from trainer.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 
+class Clock:
+    """Seconds of each part of a train call."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._since = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self.laps[name], self._since = now - self._since, now
+
+
 class Learner:
     """Trains LoRAs of one base model. Holds one run at a time; another is read from its disk."""
 
@@ -38,6 +51,7 @@ class Learner:
         self.device = device
         self.tokenizer = Tokenizer(directory)
         self.state: State | None = None
+        self._clock = Clock()
         self.loaded: tuple[Path, int] | None = None  # the run and step that `state` holds
 
     def prepare(self, checkpoints: Path, lora: LoraConfig | None) -> int:
@@ -63,6 +77,7 @@ class Learner:
         lora: LoraConfig | None,
     ) -> Iterator[dict[str, Any]]:
         """Yield the metrics of each gradient step, then the checkpoint that was made."""
+        self._clock = Clock()
         try:
             step = self._load(checkpoints, lora)
             faults.reached("learner-begins")
@@ -128,13 +143,15 @@ class Learner:
                 "step %s trains on nothing: %s", step + 1, ", ".join(reasons) or "no group"
             )
             yield prepared.metrics
+        self._clock.lap("time/prepare_s")
         steps = GradientSteps(state, config, step, prepared.reward_std_dev, base=self._reference)
         for metrics in steps.run(batches):
             yield {**prepared.metrics, **metrics}
             faults.reached("learner-stepped")
+        self._clock.lap("time/gradient_s")
         path = self._save(state, checkpoints, step + 1, lora, parent=step, config=config)
         self.loaded = (checkpoints, step + 1)
-        yield {"checkpoint": str(path), "step": step + 1, "dropped": prepared.dropped}
+        yield self._made(path, step + 1, prepared.dropped)
 
     def _train_sft(
         self,
@@ -160,7 +177,16 @@ class Learner:
                 yield {**prepared.metrics, **metrics}
         path = self._save(self.state, checkpoints, step + 1, lora, parent=step, config=config)
         self.loaded = (checkpoints, step + 1)
-        yield {"checkpoint": str(path), "step": step + 1, "dropped": prepared.dropped}
+        yield self._made(path, step + 1, prepared.dropped)
+
+    def _made(self, path: Path, step: int, dropped: list[dict[str, Any]]) -> dict[str, Any]:
+        self._clock.lap("time/save_s")
+        return {
+            "checkpoint": str(path),
+            "step": step,
+            "dropped": dropped,
+            "times": self._clock.laps,
+        }
 
     def _batches(self, prepared: Prepared, config: GrpoConfig) -> list[list[Row]]:
         """The rows of each gradient step, in an order drawn from the run's own generator."""
