@@ -159,6 +159,10 @@ class LocalProvider:
         (directory / "pid").write_text(f"{pid} {_born(pid)}")
         return Run(run_id, label, RunStatus.RUNNING)
 
+    def workdir(self, name: str) -> Path:
+        """Where the workdir's copy of a cluster is; the server's state is `.art` in it."""
+        return self._existing(name) / "home" / "sky_workdir"
+
     def _existing(self, name: str) -> Path:
         if not (self.root / name).is_dir():
             raise ClusterNotFound(

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,12 @@ def python_of(name: str, *editable: str) -> Path:
     """The Python of `requirements/clients/NAME.txt`, with our package and `editable` ones."""
     pins = ROOT / "requirements" / "clients" / f"{name}.txt"
     packages = [str(ROOT), *(str(ROOT / path) for path in editable)]
-    projects = [(Path(package) / "pyproject.toml").read_bytes() for package in packages]
-    key = hashlib.sha256(b"".join([pins.read_bytes(), *projects, *map(str.encode, packages)]))
+    # What an editable package was when it was installed: its needs and entry points.
+    projects = [
+        tomllib.loads((Path(package) / "pyproject.toml").read_text())["project"]
+        for package in packages
+    ]
+    key = hashlib.sha256(json.dumps([pins.read_text(), packages, projects]).encode())
     directory = ROOT / ".cache" / "envs" / f"{name}-{key.hexdigest()[:12]}"
     directory.parent.mkdir(parents=True, exist_ok=True)
     with directory.with_name(f"{directory.name}.lock").open("w") as lock:

@@ -3,19 +3,24 @@
 B rows, T query tokens, S key tokens, H query heads, K key heads, E head size.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 from trainer.architecture import Architecture, Rope
 from trainer.block_attention import Block, block_attention
 
-# Who attends to whom: [B, T, S] True where a query may look, or the blocks of one packed row;
-# on a GPU the blocks as flex attention wants them.
-Mask = Tensor | list[Block] | BlockMask
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+# Who attends to whom: [B, T, S] True where a query may look, None for causal; or for one packed
+# row its blocks, on CPU, and what flex attention made of its mask, on a GPU.
+Mask: TypeAlias = "Tensor | list[Block] | BlockMask | None"
 
 
 class KVCache:
@@ -56,7 +61,7 @@ class View:
 
     cos: Tensor  # [B, T, 1, E]
     sin: Tensor  # [B, T, 1, E]
-    mask: Mask | None  # None: causal
+    mask: Mask  # None: causal
     cache: KVCache | None = None
     rows: Tensor | None = None  # [B] rows of the cache; None: the first B
     positions: Tensor | None = None  # [B, T] slots to write, only with a cache
@@ -104,11 +109,22 @@ def cached(
     return found[0], found[1]
 
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask | None) -> Tensor:
+@functools.cache
+def _flex_attention() -> Callable[..., Tensor]:
+    # Compiled when first used, on a GPU only: elsewhere the compiler is not even imported.
+    from torch.nn.attention.flex_attention import flex_attention
+
+    compiled: Callable[..., Tensor] = torch.compile(flex_attention)
+    return compiled
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
     """Softmax attention: queries [B, H, T, E], keys and values [B, K, S, E] -> [B, H, T, E]."""
     if isinstance(mask, list):
         return block_attention(queries[0], keys[0], values[0], mask)[None]
-    assert not isinstance(mask, BlockMask)  # those go through `fast`
+    if mask is not None and not isinstance(mask, Tensor):
+        out: Tensor = _flex_attention()(queries, keys, values, block_mask=mask, enable_gqa=True)
+        return out
     batch, heads, length, size = queries.shape
     kv_heads, seen = keys.shape[1], keys.shape[2]
     # The H / K queries of a key head are laid side by side, so that keys are never repeated.
@@ -119,5 +135,5 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask | None) -> 
         mask = torch.ones(1, length, seen, dtype=torch.bool, device=queries.device).tril()
     scores = scores.masked_fill(~mask[:, None, None], float("-inf"))
     weights = scores.softmax(dim=-1).view(batch, kv_heads, heads // kv_heads * length, seen)
-    out: Tensor = weights @ values
-    return out.view(batch, heads, length, size)
+    mixed: Tensor = weights @ values
+    return mixed.view(batch, heads, length, size)

@@ -201,6 +201,32 @@ def doctor(run: str | None, state_dir: Path, as_json: bool) -> None:
     kit.cli.note(f"Nothing keeps `{examined.project}/{examined.name}` from learning")
 
 
+@cli.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.argument("output", type=click.Path(path_type=Path))
+@click.option("--base-model", metavar="M", help="Where the base model is, if not where it was.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["bfloat16", "float16", "float32"]),
+    default="bfloat16",
+    show_default=True,
+    help="Of the written weights.",
+)
+def export(checkpoint: Path, output: Path, base_model: str | None, dtype: str) -> None:
+    """Write CHECKPOINT, merged into its base model, to OUTPUT as a Hugging Face model.
+
+    \b
+    Example:
+      trainer export checkpoints/demo/models/nice/checkpoints/0005 nice-merged
+    """
+    _require("torch", "torchtune")
+    from trainer.export import export
+
+    path = export(checkpoint, output, base_model=base_model, dtype=dtype)
+    click.echo(path)
+    kit.cli.note(f"Load it with `AutoModelForCausalLM.from_pretrained({str(path)!r})`")
+
+
 def _require(*packages: str) -> None:
     """Fail with a hint when a package is absent, without the cost of importing it."""
     import importlib.util

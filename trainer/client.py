@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from trainer.errors import BadRequest, TrainerError, Unsupported
+from trainer.errors import BadRequest, Conflict, NotFound, TrainerError, Unsupported
 
 logger = logging.getLogger(__name__)
 Json = dict[str, Any]
@@ -182,8 +182,10 @@ def means(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _error(response: httpx.Response) -> TrainerError:
+    kinds = {404: NotFound, 409: Conflict}
+    other = BadRequest if response.is_client_error else TrainerError
     try:
         error = response.json()["error"]
-        return BadRequest(error["message"], hint=error["hint"])
+        return kinds.get(response.status_code, other)(error["message"], hint=error["hint"])
     except (ValueError, KeyError, TypeError):
         return TrainerError(f"The server answered {response.status_code}: {response.text[:500]}")

@@ -5,8 +5,10 @@ its weights, and the LoRA that is trained on it, have the same values here, in P
 only names differ. Weights are memory-mapped, and the frozen ones are never copied.
 """
 
+import logging
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +43,8 @@ from trainer.weights import hugging_face_names, place_weights
 with warnings.catch_warnings():
     # TorchTune 0.6.1 is older than torchao and torch here; its imports warn of their futures.
     warnings.simplefilter("ignore")
+    # torchao says at every start that its extensions, which nothing here uses, do not fit torch.
+    logging.getLogger("torchao").setLevel(logging.ERROR)
     from torchtune.modules import (
         FeedForward,
         MultiHeadAttention,
@@ -58,11 +62,7 @@ __all__ = [
 
 
 class LoraLinear(LoRALinear):  # type: ignore[misc]
-    """A frozen linear layer with a LoRA kept in fp32, whatever the dtype of the rest.
-
-    AdamW's steps are smaller than bf16 can hold, so the trained weights stay in fp32 and are cast
-    where they are used.
-    """
+    """A frozen linear layer with a LoRA in fp32: AdamW's steps are smaller than bf16 can hold."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.disabled:
@@ -81,9 +81,8 @@ class Norm(RMSNorm):  # type: ignore[misc]
 class Mlp(FeedForward):  # type: ignore[misc]
     """TorchTune's gated MLP in fewer passes."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.w2(swiglu(self.w1(x), self.w3(x)))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.w2(swiglu(self.w1(x), self.w3(x)))
 
 
 class Attention(MultiHeadAttention):  # type: ignore[misc]
@@ -131,7 +130,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         self,
         tokens: Tensor,  # [B, T]
         *,
-        mask: Mask | None = None,  # [B, T, T] True where a query may look
+        mask: Mask = None,  # [B, T, T] True where a query may look
         positions: Tensor | None = None,  # [B, T]
         cache: KVCache | None = None,
         rows: Tensor | None = None,  # [B] rows of the cache; the first B when None
@@ -148,7 +147,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         self,
         tokens: Tensor,  # [B, T]
         *,
-        mask: Mask | None,
+        mask: Mask,
         positions: Tensor,
         predictors: Tensor,  # [N] index into the B * T tokens
         targets: Tensor,  # [N]
@@ -176,7 +175,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         self,
         tokens: Tensor,
         *,
-        mask: Mask | None = None,
+        mask: Mask = None,
         positions: Tensor | None = None,
         cache: KVCache | None = None,
         rows: Tensor | None = None,
@@ -194,8 +193,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         return chosen_logprobs(picked, self.head, targets, chunk=chunk)
 
     def _through_layers(self, x: Tensor, view: View) -> Tensor:
-        if isinstance(view.mask, BlockMask):
-            assert self.fast
+        if self.fast and isinstance(view.mask, BlockMask):
             return self.fast(x, view, recompute=self.activation_checkpointing)
         for layer in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
@@ -207,7 +205,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
     def _view(
         self,
         tokens: Tensor,
-        mask: Mask | None,
+        mask: Mask,
         positions: Tensor | None,
         cache: KVCache | None,
         rows: Tensor | None,
@@ -244,7 +242,7 @@ def load_model(
 ) -> Policy:
     """The policy in `directory`: with `lora` only that is trainable, without it every weight is.
 
-    The LoRA is a fresh one, made from its seed.
+    The LoRA is fresh, made from its seed.
     """
     architecture = read_architecture(directory)
     with torch.device("meta"):

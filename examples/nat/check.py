@@ -2,6 +2,7 @@
 
 import json
 import sys
+import urllib.error
 import urllib.request
 from typing import Any
 
@@ -25,7 +26,10 @@ def logprob(openai: str, model: str) -> float:
 
 
 def main(control: str, openai: str, steps: str) -> None:
-    step = post(f"{control}/_get_step", {"project": PROJECT, "name": NAME})
+    try:
+        step = post(f"{control}/_get_step", {"project": PROJECT, "name": NAME})
+    except urllib.error.HTTPError as error:
+        sys.exit(f"error: {json.load(error)['detail']}: see NAT's output above")
     if step < int(steps):
         sys.exit(f"error: the run is at step {step}, not {steps}: see NAT's output above")
     before, after = logprob(openai, f"{NAME}@0"), logprob(openai, f"{NAME}@{step}")

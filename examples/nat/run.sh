@@ -3,8 +3,8 @@
 #
 #   ./run.sh [epochs]        2 by default; about two minutes on a laptop, most of it NAT's own start and polling
 #
-# HOST, PORT, OPENAI_PORT, STATE, TRAINER and NAT may be set in the environment. NAT itself asks port 8000 whether
-# the engine is there, so change OPENAI_PORT only if something answers there.
+# HOST, PORT, OPENAI_PORT, STATE, ENGINE, TRAINER and NAT may be set in the environment. NAT itself asks port 8000
+# whether the engine is there, so change OPENAI_PORT only if something answers there.
 set -euo pipefail
 cd "$(dirname "$0")"
 epochs=${1:-2}
@@ -20,13 +20,14 @@ if [ ! -x "$nat" ]; then # NAT cannot live beside SkyPilot, so it has an environ
 fi
 
 mkdir -p .tmp
-"$trainer" serve --base-model tiny-random --host "$host" --port "$port" --openai-port "$openai" \
-  --state-dir "$state" >"$state.log" 2>&1 &
+# Without --base-model: NAT's registration loads the model it names, with the engine_args of its YAML.
+"$trainer" serve --host "$host" --port "$port" --openai-port "$openai" \
+  --engine "${ENGINE:-auto}" --state-dir "$state" >"$state.log" 2>&1 &
 server=$!
 trap 'kill $server 2>/dev/null; wait $server 2>/dev/null || true' EXIT
-for _ in $(seq 300); do
+for _ in $(seq 120); do
   kill -0 $server 2>/dev/null || { cat "$state.log" >&2; exit 1; }
-  curl -sf "http://$host:$openai/v1/models" 2>/dev/null | grep -q tiny-random && break
+  curl -sf "http://$host:$openai/health" >/dev/null && break
   sleep 0.5
 done
 

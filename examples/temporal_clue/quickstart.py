@@ -17,6 +17,10 @@ from trainer.harness.component_config import ArtTrainerAdapterConfig
 from trainer.harness.finetune import Result, finetune
 
 HERE = Path(__file__).parent
+ASK = {
+    "role": "user",
+    "content": "Rose did it with the rope in the hall at noon. Who, weapon, room, time?",
+}
 CHANCE = 1 / 3  # three options a question, each mentioned once
 
 
@@ -82,7 +86,9 @@ def report(result: Result, state: Path, output: Path, seconds: float) -> list[st
     adapter = result.config.trainer_adapters["backend"]
     assert isinstance(adapter, ArtTrainerAdapterConfig)
     backend = adapter.backend
-    checkpoint = f"{state}/{backend.project}/models/{backend.name}/checkpoints/{history.epoch:04d}"
+    step = history.metrics[-1]["step"]
+    checkpoint = f"{state}/{backend.project}/models/{backend.name}/checkpoints/{step:04d}"
+    url = result.config.llms["policy"].base_url
     return [
         "",
         f"Trained {history.epoch} steps; this call took {seconds:.0f} s",
@@ -98,10 +104,9 @@ def report(result: Result, state: Path, output: Path, seconds: float) -> list[st
         f"Metrics:    {output}/training_metrics.jsonl",
         "",
         "Next:",
-        "  ask it:       curl -s http://127.0.0.1:8000/v1/chat/completions -H 'content-type: "
-        f'application/json\' -d \'{{"model": "{backend.name}", "messages": [...]}}\'',
-        "  train longer: trainer finetune --config_file=examples/temporal_clue/config.yaml "
-        "-o finetuning.num_epochs 48 --resume",
+        f"  ask it:       curl -s {url}/chat/completions -H 'content-type: application/json' "
+        f"-d '{json.dumps({'model': backend.name, 'messages': [ASK], 'temperature': 0})}'",
+        "  train longer: python -m examples.temporal_clue.quickstart --epochs 48",
         "  your agent:   docs/extending.md",
     ]
 

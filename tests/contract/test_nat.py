@@ -1,23 +1,26 @@
 """`nat finetune` as NVIDIA's guide has it, by the script that we ship for it."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.environments import ROOT, client_environment, python_of
-from tests.serving import free_port
+from tests.serving import free_port, vllm_python
 
-VERSIONS = ("0.5.17", "0.5.18")
+RUNS = (("0.5.17", "embedded"), ("0.5.18", "embedded"), ("0.5.18", "vllm"))
 
 
 class Run:
     """The example with one version of openpipe-art, on a loopback address of its own."""
 
-    def __init__(self, version: str, host: str, directory: Path) -> None:
+    def __init__(self, nat: Path, engine: str, host: str, directory: Path) -> None:
         # NAT always asks port 8000, so that two runs at once need two addresses.
         shutil.copytree(ROOT / "examples" / "nat", directory, ignore=shutil.ignore_patterns(".*"))
         self.state = directory / "art"
@@ -28,34 +31,50 @@ class Run:
                 "HOST": host,
                 "PORT": str(free_port()),
                 "STATE": str(self.state),
+                "ENGINE": engine,
+                **({"ART_VLLM": vllm_python()} if engine == "vllm" else {}),
                 "TRAINER": str(Path(sys.executable).with_name("trainer")),
-                "NAT": str(python_of(f"nat-{version}", "examples/nat").with_name("nat")),
+                "NAT": str(nat),
             },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            start_new_session=True,
         )
 
-    def finish(self) -> str:
-        output, _ = self._process.communicate(timeout=400)
-        assert self._process.returncode == 0, output[-8000:]
+    def stop(self) -> None:
+        """End what a failed test has left: the script, its server and NAT."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGTERM)
+            self._process.communicate(timeout=60)
+
+    def finish(self, *, code: int = 0) -> str:
+        output, _ = self._process.communicate(timeout=800)
+        assert self._process.returncode == code, output[-8000:]
         return output
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Both at once: most of their time is NAT's polling."""
-    for version in VERSIONS:
-        python_of(f"nat-{version}", "examples/nat")
-    return {
-        version: Run(version, f"127.0.0.{10 + index}", tmp_path_factory.mktemp("nat") / "project")
-        for index, version in enumerate(VERSIONS)
-    }
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Run]]:
+    """All at once: most of their time is NAT's polling."""
+    pythons = [python_of(f"nat-{version}", "examples/nat") for version, _ in RUNS]
+    started: dict[tuple[str, str], Run] = {}
+    try:
+        for index, run in enumerate(RUNS):
+            directory = tmp_path_factory.mktemp("nat") / "project"
+            nat = pythons[index].with_name("nat")
+            started[run] = Run(nat, run[1], f"127.0.0.{10 + index}", directory)
+        yield started
+    finally:
+        for one in started.values():
+            one.stop()
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_nat_finetunes_with_openpipe_art(runs: dict[str, Run], version: str) -> None:
-    run = runs[version]
+@pytest.mark.parametrize(("version", "engine"), RUNS)
+def test_nat_finetunes_with_openpipe_art(
+    runs: dict[tuple[str, str], Run], version: str, engine: str
+) -> None:
+    run = runs[version, engine]
     assert "trained to step 2" in run.finish()
     history = run.state / "my_project" / "models" / "my_training_run" / "history.jsonl"
     lines = [json.loads(line) for line in history.read_text().splitlines()]
@@ -65,3 +84,8 @@ def test_nat_finetunes_with_openpipe_art(runs: dict[str, Run], version: str) -> 
         assert line["data/retokenized"] == 0
         # The YAML's, which NAT sends only in the model's internal config.
         assert line["loss/learning_rate"] == 1e-3
+
+
+def test_the_script_fails_where_nat_trained_nothing_and_exits_0(tmp_path: Path) -> None:
+    run = Run(Path("/bin/true"), "embedded", "127.0.0.20", tmp_path / "project")
+    assert "error: Model `my_training_run`" in run.finish(code=1)

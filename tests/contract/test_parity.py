@@ -17,6 +17,7 @@ from trainer.learner.state import State
 from trainer.lora import lora_parameters
 from trainer.model import Policy, load_model
 from trainer.smollm2 import NAME as SMOLLM2
+from trainer.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = [
@@ -141,3 +142,13 @@ def test_an_export_is_loaded_by_us_too(with_lora: Path) -> None:
     ours = load_file(with_lora / "qwen3" / "ours.bin")["logits"]
     theirs = logits(policy, tokens(policy.architecture.vocab_size))
     torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
+
+
+def test_smollm2_splits_digits_and_renders_its_own_template(models: dict[str, Path]) -> None:
+    tokenizer = Tokenizer(models["smollm2"])
+    words = [tokenizer.decode([one]) for one in tokenizer.encode("in 1492")]
+    assert words == ["in", " ", "1", "4", "9", "2"]
+    text = tokenizer.render([{"role": "user", "content": "Hi"}])
+    assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.eos_ids == {2} and tokenizer.decode([2]) == "<|im_end|>"

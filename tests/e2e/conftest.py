@@ -1,5 +1,6 @@
 """A laptop with a fresh clone and an empty home, here or in front of a real Slurm cluster."""
 
+import fcntl
 import json
 import os
 import secrets
@@ -126,9 +127,10 @@ def run_beside() -> Callable[[Laptop], None]:
     return run
 
 
-@pytest.fixture
-def local_laptop(tmp_path: Path) -> Iterator[Laptop]:
+@pytest.fixture(scope="module")
+def local_laptop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laptop]:
     """A clone on this machine with an empty home, for `--local`."""
+    tmp_path = tmp_path_factory.mktemp("laptop")
     clone, home = tmp_path / "clone", tmp_path / "home"
     home.mkdir()
     listed = subprocess.run(
@@ -157,6 +159,8 @@ def local_laptop(tmp_path: Path) -> Iterator[Laptop]:
 def slurm_laptop() -> Iterator[Laptop]:
     """A clone in the home of a user whose only cloud is a Slurm cluster, made for this session."""
     script = str(REPOSITORY / "tests/lab/slurm.sh")
+    lock = LAB.with_suffix(".lock").open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)  # one lab on a machine: a second session waits
     try:
         up = subprocess.run([script, "up"], capture_output=True, text=True)
         assert up.returncode == 0, up.stdout + up.stderr
@@ -165,6 +169,7 @@ def slurm_laptop() -> Iterator[Laptop]:
         yield Laptop(clone, (str(LAB / "as-dev"),), os.environ, "", free_ports())
     finally:
         subprocess.run([script, "down"], check=True)
+        lock.close()
 
 
 def write_env(clone: Path, ports: tuple[int, int]) -> None:

@@ -1,5 +1,7 @@
 """The thin path on this machine: fresh clone, empty home, `--local`."""
 
+import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +16,7 @@ def test_a_local_cluster_trains_and_its_checkpoints_come_home(
     run_beside: Callable[[Any], None],
 ) -> None:
     laptop = local_laptop
-    laptop.run("./launch-cluster.sh --local")
+    laptop.run("./launch-cluster.sh --local sky/art-cpu.yaml")
     train_two_steps(laptop)
     run_beside(laptop)
     state = "~/.art-cluster/clusters/art/home/sky_workdir/.art"
@@ -22,7 +24,29 @@ def test_a_local_cluster_trains_and_its_checkpoints_come_home(
         laptop,
         laptop.run(f"cd {state} && find . -path '*/checkpoints/*' -type f -exec sha256sum {{}} +"),
     )
-    laptop.run("./launch-cluster.sh --local")  # safe to repeat: the server goes on
+    laptop.run("./launch-cluster.sh --local sky/art-cpu.yaml")  # safe to repeat: the server goes on
     laptop.run(".venv/bin/launcher down --local --yes")
     laptop.run(".venv/bin/launcher down --local --yes")
     assert laptop.run(".venv/bin/launcher ls --local --json") == "[]\n"
+
+
+@pytest.mark.timeout(1800)
+def test_one_command_trains_smollm2_on_temporal_clue(
+    local_laptop: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Both cores, as a user has them: elsewhere the tests keep to one thread a process.
+    told = local_laptop.run("unset OMP_NUM_THREADS; ./launch-cluster.sh --local 2>&1")
+    with capsys.disabled():
+        sys.stdout.write("\n" + told[told.index("Trained 24 steps") :])
+    reward = re.search(r"puzzles.*: (\S+) before, (\S+) after", told)
+    right = re.search(r"well-formed answers: .* before, (\S+) after, 0.33 by chance", told)
+    assert reward and float(reward[2]) - float(reward[1]) >= 0.3
+    assert right and float(right[1]) - 1 / 3 >= 0.2
+    checkpoint = re.search(r"Checkpoint: (\S+)", told)
+    assert checkpoint and local_laptop.run(f"ls {checkpoint[1]}").split()[:2] == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    plot = local_laptop.clone / ".art/temporal-clue/reward_plot.png"
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    local_laptop.run(".venv/bin/launcher down --local --discard --yes")

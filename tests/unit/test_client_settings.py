@@ -39,9 +39,10 @@ def test_what_nat_sends_for_the_guides_yaml_is_taken() -> None:
         engine_args={"gpu_memory_utilization": 0.9, "tensor_parallel_size": 1},
         trainer_args={"learning_rate": 1e-6, "beta": 0.1},
     )
-    check_internal_config(wire)
+    check_internal_config(wire, "embedded")
+    check_internal_config(wire, "vllm")
     assert max_seq_length(wire) == 1024
-    check_internal_config(model(init_args=None, engine_args=None, trainer_args=None))
+    check_internal_config(model(init_args=None, engine_args=None, trainer_args=None), "embedded")
 
 
 def test_the_yaml_wins_over_nats_defaults_and_a_steps_own_settings_over_both() -> None:
@@ -74,7 +75,13 @@ def test_the_models_length_limits_its_trajectories() -> None:
 )
 def test_a_setting_that_would_be_ignored_is_refused_by_name(internal: Any, named: str) -> None:
     with pytest.raises(Unsupported, match=f"`{named}`"):
-        check_internal_config(model(**internal))
+        check_internal_config(model(**internal), "embedded")
+
+
+def test_on_vllm_all_reach_it_but_what_the_server_relies_on() -> None:
+    check_internal_config(model(engine_args={"tensor_parallel_size": 2, "swap_space": 4}), "vllm")
+    with pytest.raises(Unsupported, match=r"`engine_args\.host`"):
+        check_internal_config(model(engine_args={"host": "0.0.0.0"}), "vllm")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +93,7 @@ def test_a_setting_that_would_be_ignored_is_refused_by_name(internal: Any, named
 )
 def test_a_value_of_the_wrong_kind_is_refused_at_registration(internal: Any) -> None:
     with pytest.raises(BadRequest):
-        check_internal_config(model(**internal))
+        check_internal_config(model(**internal), "embedded")
 
 
 def test_a_section_that_is_no_object_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""The GPU's layers compute what the CPU's do; here without a gradient, which flex needs a GPU for."""
+"""The layers of a GPU compute what those of a CPU do: here without a gradient."""
 
 import random
 from pathlib import Path

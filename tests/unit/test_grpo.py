@@ -160,6 +160,8 @@ def test_metrics_say_how_far_the_sampler_is_from_the_learner() -> None:
     gap = (given.logprobs.detach() - given.sampler_logprobs)[known]
     torch.testing.assert_close(metrics["loss/sampler_gap"], gap.abs().sum())
     torch.testing.assert_close(metrics["loss/sampler_kl"], (gap.exp() - 1 - gap).sum())
+    moved = (given.logprobs.detach() - given.old_logprobs)[known]
+    torch.testing.assert_close(metrics["loss/kl_div"], (moved.exp() - 1 - moved).sum())
     torch.testing.assert_close(metrics["loss/entropy"], (given.entropies * given.weights).sum())
 
 

@@ -74,6 +74,7 @@ def test_a_new_run_starts_at_a_fresh_lora(tmp_path: Path) -> None:
 
 def test_a_step_streams_a_row_per_gradient_step_and_ends_in_a_checkpoint(tmp_path: Path) -> None:
     *rows, last = train(learner(), tmp_path, [*groups(0, 4), {"trajectories": []}])
+    assert set(last.pop("times")) == {"time/prepare_s", "time/gradient_s", "time/save_s"}
     assert last == {
         "checkpoint": str(tmp_path / "0001"),
         "step": 1,
@@ -180,6 +181,15 @@ def test_a_reward_that_is_no_number_is_refused_and_the_next_step_is_trained(
         train(one, tmp_path, given)
     assert checkpoint.list_steps(tmp_path) == [0]
     assert train(one, tmp_path, groups(0))[-1]["step"] == 1
+
+
+@pytest.mark.parametrize("token", [260, -1])
+def test_a_token_of_another_model_is_refused(tmp_path: Path, token: int) -> None:
+    given = groups(0)
+    content = given[0]["trajectories"][0]["messages_and_choices"][1]["logprobs"]["content"]
+    content[2]["token"] = f"token_id:{token}"
+    with pytest.raises(BadRequest, match=f"token id `{token}`, and the model has `260` tokens"):
+        train(learner(), tmp_path, given)
 
 
 def test_a_checkpoint_of_another_model_or_lora_is_refused(tmp_path: Path) -> None:
@@ -353,3 +363,10 @@ def test_every_weight_can_be_trained(tmp_path: Path) -> None:
     assert sha256(tmp_path / "a" / "0002" / state.FULL) == sha256(
         tmp_path / "b" / "0002" / state.FULL
     )
+
+
+def test_a_picture_of_the_packed_rows_lies_in_the_checkpoint(tmp_path: Path) -> None:
+    train(learner(), tmp_path, groups(0), plot_tensors=True)
+    picture = tmp_path / "0001" / "packed_tensors.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.name in checkpoint.verify(tmp_path / "0001")["files"]

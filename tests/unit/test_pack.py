@@ -3,6 +3,7 @@
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from trainer.config import GrpoConfig, LoraConfig
 from trainer.learner.gradient import row_logprobs
 from trainer.learner.grpo import LossInputs, grpo_loss
 from trainer.learner.pack import Row, Sample, pack
+from trainer.learner.plot import panels_of
 from trainer.lora import lora_parameters
 from trainer.model import Policy, load_model
 
@@ -162,3 +164,16 @@ def test_rows_hold_no_more_than_their_length_and_nothing_is_lost() -> None:
     assert chosen == sorted(
         token for one in samples for token, mine in zip(one.ids, one.mask, strict=True) if mine
     )
+
+
+def test_the_picture_shows_every_chosen_token_where_it_is_predicted() -> None:
+    samples = forest()
+    rows = pack(samples, length=64)
+    panels = panels_of(rows)
+    chosen = panels["Chosen tokens predicted here"]
+    assert np.nansum(chosen) == sum(sum(one.mask) for one in samples)
+    assert {panel.shape for panel in panels.values()} == {chosen.shape}
+    for line, row in enumerate(rows):
+        assert panels["Token ids"][line, : len(row.tokens)].tolist() == row.tokens.tolist()
+        assert np.isnan(panels["Token ids"][line, len(row.tokens) :]).all()
+        assert np.isnan(panels["Advantages"][line][np.nan_to_num(chosen[line]) == 0]).all()

@@ -41,6 +41,8 @@ def test_an_engine_that_was_killed_leaves_no_error_of_its_own() -> None:
 
 
 def test_without_any_error_the_last_line_is_told() -> None:
-    assert cause(["INFO:     Started", "guard: the program ended with code -9", ""]).endswith("-9")
+    assert cause(
+        ["INFO:     Started", "process group: the program ended with code -9", ""]
+    ).endswith("-9")
     assert cause([]) == "it said nothing"
     assert hint("who knows") is None

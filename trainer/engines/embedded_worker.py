@@ -10,7 +10,6 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from trainer.attention import KVCache
 from trainer.channel import Channel
 from trainer.config import LoraConfig
 from trainer.device import default_device, default_dtype
+from trainer.engines.batching import Call, Choice, prefill_batches
 from trainer.engines.sampling import Sampling, choose
 from trainer.engines.text import TextStream
 from trainer.errors import BadRequest, NotFound
@@ -32,36 +32,6 @@ from trainer.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 ROWS = 64  # choices sampled at once; more wait
 ALL_LINEARS = LoraConfig()
-
-
-@dataclass
-class Call:
-    """One request: a prompt and the choices that continue it."""
-
-    id: int
-    prompt: list[int]
-    lora: str | None
-    stream: bool
-    unfinished: int
-
-
-@dataclass
-class Choice:
-    """One row of the batch."""
-
-    call: Call
-    index: int
-    limit: int
-    sampling: Sampling
-    random: random.Random
-    text: TextStream
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    pending: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def length(self) -> int:
-        return len(self.call.prompt) + len(self.tokens)
 
 
 class EmbeddedWorker:
@@ -163,38 +133,56 @@ class EmbeddedWorker:
 
     def _admit(self) -> None:
         """Give free rows to waiting choices, in their order, while they share the LoRA."""
-        fresh: list[tuple[Choice, Tensor]] = []
+        fresh: list[Choice] = []
         while self._waiting and len(self._active) < ROWS:
             lora = self._waiting[0].call.lora
             if lora != self._current and self._active:
                 break  # the next LoRA's turn comes when this batch has drained
             self._switch(lora)
-            fresh.append(self._place(self._waiting.popleft(), fresh))
+            fresh.append(self._waiting.popleft())
+            self._active.append(fresh[-1])
         if fresh:
-            choices = [choice for choice, _ in fresh]
-            self._advance(choices, torch.stack([logits for _, logits in fresh]))
+            self._advance(fresh, self._prefill(fresh))
 
     def _switch(self, lora: str | None) -> None:
         if lora != self._current:
             use_lora(self._policy, *(self._loras[lora] if lora is not None else (None, {})))
             self._current = lora
 
-    def _place(self, choice: Choice, fresh: list[tuple[Choice, Tensor]]) -> tuple[Choice, Tensor]:
-        """Put a choice into the next row: its cache, and the logits of its first token."""
-        row = len(self._active)
-        prompt = choice.call.prompt
-        self._grow(row + 1, len(prompt) + 1)
-        self._active.append(choice)
-        for other, logits in fresh:
-            if other.call.prompt == prompt:
-                self._cache.copy_row(self._active.index(other), row, len(prompt))
-                return choice, logits
-        tokens = torch.tensor([prompt], device=self._device)
+    def _prefill(self, fresh: list[Choice]) -> Tensor:
+        """Fill the rows of the newest choices; returns the logits [B, V] of their first tokens."""
+        prompts = [tuple(choice.call.prompt) for choice in fresh]
+        first = len(self._active) - len(fresh)
+        self._grow(len(self._active), max(map(len, prompts)) + 1)
+        rows: dict[tuple[int, ...], int] = {}
+        for row, prompt in enumerate(prompts, first):
+            rows.setdefault(prompt, row)  # a prompt that several share is computed once
+        logits: dict[tuple[int, ...], Tensor] = {}
+        for batch in prefill_batches(rows):
+            logits.update(zip(batch, self._prefill_batch(batch, rows), strict=True))
+        for row, prompt in enumerate(prompts, first):
+            if rows[prompt] != row:
+                self._cache.copy_row(rows[prompt], row, len(prompt))
+        return torch.stack([logits[prompt] for prompt in prompts])
+
+    def _prefill_batch(
+        self, batch: list[tuple[int, ...]], rows: dict[tuple[int, ...], int]
+    ) -> Tensor:
+        shape = (len(batch), max(map(len, batch)))
+        tokens = torch.zeros(shape, dtype=torch.long)
+        positions = torch.full(shape, -1)  # padding
+        for index, prompt in enumerate(batch):
+            tokens[index, : len(prompt)] = torch.tensor(prompt)
+            positions[index, : len(prompt)] = torch.arange(len(prompt))
+        lasts = torch.tensor([len(prompt) - 1 for prompt in batch], device=self._device)
         with torch.inference_mode():
             hidden = self._policy.hidden(
-                tokens, cache=self._cache, rows=torch.tensor([row], device=self._device)
+                tokens.to(self._device),
+                positions=positions.to(self._device),
+                cache=self._cache,
+                rows=torch.tensor([rows[prompt] for prompt in batch], device=self._device),
             )
-            return choice, self._policy.logits(hidden[0, -1])
+            return self._policy.logits(hidden[torch.arange(len(batch)), lasts])
 
     def _decode(self) -> None:
         """One token for every active row."""

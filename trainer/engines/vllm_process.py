@@ -22,7 +22,7 @@ from trainer.errors import BadRequest, NotFound, TrainerError, WorkerDied
 logger = logging.getLogger(__name__)
 Json = dict[str, Any]
 TELL_EVERY = 5.0  # seconds between two lines about a start
-STOP_WITHIN = 12.0  # seconds; the guard ends the group after 8
+STOP_WITHIN = 12.0  # seconds; `process_group` ends the group after 8
 
 
 class VllmProcess:
@@ -66,7 +66,7 @@ class VllmProcess:
         )
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "trainer.engines.guard", *self._program),
+                *(sys.executable, "-m", "trainer.engines.process_group", *self._program),
                 *arguments(socket),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
@@ -88,7 +88,7 @@ class VllmProcess:
                 self._process.terminate()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._process.wait(), STOP_WITHIN)
-            # Also when the guard was killed: what it guarded may have stayed.
+            # Also when its leader was killed: the others may have stayed.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._ended = True

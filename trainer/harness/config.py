@@ -193,7 +193,6 @@ def _override(data: dict[str, Any], lines: dict[Location, int], name: str, text:
                 hint="Name a setting of the file by its path, such as `finetuning.num_epochs`",
             )
     try:
-        # Wrapped, so that `1e-6` is a number here as it is in the file.
         at[leaf] = _as_yaml(text)
     except yaml.YAMLError as exc:
         raise ConfigError(
@@ -203,6 +202,7 @@ def _override(data: dict[str, Any], lines: dict[Location, int], name: str, text:
 
 
 def _as_yaml(text: str) -> Any:
+    """A value as the file would have it; PyYAML alone takes `1e-6` for text."""
     try:
         return float(text) if not text.lstrip("+-").isdigit() else int(text)
     except ValueError:

@@ -43,7 +43,12 @@ class Result:
     """None when a trainer of the user's own keeps none."""
 
 
-def finetune(
+def finetune(config_file: Path, **options: Any) -> Result | None:
+    """`train`, for callers that are not async."""
+    return asyncio.run(train(config_file, **options))
+
+
+async def train(
     config_file: Path,
     *,
     overrides: Sequence[tuple[str, str]] = (),
@@ -52,38 +57,33 @@ def finetune(
     resume: bool = False,
     console: Console | None = None,
 ) -> Result | None:
-    """Run the whole thing; None when the config says that finetuning is not enabled."""
+    """Run the whole thing; None when the config says that finetuning is not enabled.
+
+    In a notebook: `result = await train(Path("config.yaml"))`.
+    """
     config = load_config(config_file, overrides)
     console = console or Console(stderr=True)
     _log_to(console)
     if not config.finetuning.enabled:
         logger.info("Finetuning is not enabled in %s: nothing to do", config_file)
         return None
-    return asyncio.run(
-        _finetune(config, validation_dataset, validation_interval, resume, Progress(console))
-    )
-
-
-async def _finetune(
-    config: FinetuneConfig,
-    validation_dataset: Path | None,
-    validation_interval: int,
-    resume: bool,
-    progress: Progress,
-) -> Result:
     llms = Llms(config.llms)
-    context = _context(config, llms, progress)
-    dataset = config.eval.general.dataset
-    assert dataset is not None  # checked with the config
+    context = _context(config, llms, Progress(console))
+    context.resume = resume
     if validation_dataset is not None:
+        dataset = config.eval.general.dataset
+        assert dataset is not None  # checked with the config
         context.validation = load_examples(dataset, validation_dataset)
         context.validation_interval = validation_interval
-    context.resume = resume
+    return await _run(config, context, llms)
+
+
+async def _run(config: FinetuneConfig, context: Context, llms: Llms) -> Result:
     trainer = _component(config.trainers, config.finetuning.trainer, ARTTrainer)
     try:
         await trainer.initialize(context)
         await llms.probe()
-        with progress:
+        with context.progress:
             statuses = await trainer.run(config.finetuning.num_epochs)
     finally:
         for part in (context.trajectory_builder, context.trainer_adapter):

@@ -30,7 +30,6 @@ class Progress:
         self._started = time.monotonic()
         self._phase_started = self._started
         self._done = self._finished = self._total = 0
-        self._rewards: list[float] = []
         self._reward = "reward -"
 
     def __enter__(self) -> "Progress":

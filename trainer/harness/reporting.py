@@ -114,7 +114,7 @@ class LangfuseReporter:
 
 
 class OpenpipeReporter:
-    """A logged request per epoch whose metadata is the metrics."""
+    """A logged request per epoch whose tags are the metrics."""
 
     def __init__(self, context: Context, run_id: str) -> None:
         self._client = _import("openpipe.client", "openpipe").OpenPipe()
@@ -127,7 +127,7 @@ class OpenpipeReporter:
             received_at=now,
             req_payload={"model": self._run_id, "messages": []},
             status_code=200,
-            metadata={
+            tags={
                 "run_id": self._run_id,
                 "epoch": str(epoch),
                 **{name.replace("/", "."): f"{value:.6g}" for name, value in numbers.items()},

@@ -7,7 +7,7 @@ the backend, which journaled it, trains it once.
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -74,8 +74,9 @@ class WireGroup:
 @dataclass
 class _Job:
     ref: TrainingJobRef
+    rows: list[dict[str, float]]
+    """What the backend has told of its gradient steps so far."""
     task: "asyncio.Task[None]"
-    rows: list[dict[str, float]] = field(default_factory=list)
 
 
 class ARTTrainerAdapter:
@@ -123,8 +124,9 @@ class ARTTrainerAdapter:
             WireGroup({"trajectories": [episodes.to_wire(t) for t in group], "exceptions": []})
             for group in trajectories.trajectories
         ]
-        job = self._jobs[trajectories.run_id] = _Job(ref, asyncio.create_task(asyncio.sleep(0)))
-        job.task = asyncio.create_task(self._train(job, groups))
+        rows: list[dict[str, float]] = []
+        task = asyncio.create_task(self._train(rows, groups))
+        self._jobs[trajectories.run_id] = _Job(ref, rows, task)
         logger.info(
             "Submitted %s trajectories in %s groups for training",
             trajectories.count,
@@ -158,10 +160,16 @@ class ARTTrainerAdapter:
         )
 
     async def wait_until_complete(
-        self, ref: TrainingJobRef, poll_interval: float = 0.1
+        self, ref: TrainingJobRef, poll_interval: float = 10.0
     ) -> TrainingJobStatus:
-        """Until the job ends; it is not an error here that it failed."""
-        await asyncio.wait([self._jobs[ref.run_id].task])
+        """Until the job ends; it is not an error here that it failed.
+
+        Every `poll_interval` seconds where it stands goes to the debug log.
+        """
+        task = self._jobs[ref.run_id].task
+        while not (await asyncio.wait([task], timeout=poll_interval))[0]:
+            progress = (await self.status(ref)).progress
+            logger.debug("training %s: %s %%", ref.run_id, progress)
         status = await self.status(ref)
         if status.status == TrainingStatusEnum.COMPLETED:
             logger.info("Training %s completed successfully.", ref.run_id)
@@ -173,13 +181,13 @@ class ARTTrainerAdapter:
         job.task.cancel()
         await asyncio.wait([job.task])
 
-    async def _train(self, job: _Job, groups: list[WireGroup]) -> None:
+    async def _train(self, rows: list[dict[str, float]], groups: list[WireGroup]) -> None:
         settings = self.config.training.wire()
         while True:
-            job.rows = []
+            rows.clear()
             try:
                 async for row in self._ready()._train_model(self._model, groups, {}, settings):
-                    job.rows.append(row)
+                    rows.append(row)
                 return
             except TrainerError as exc:
                 if not _is_away(exc):

@@ -17,6 +17,7 @@ from trainer.learner.grpo import LossInputs, grpo_loss
 from trainer.learner.pack import Row
 from trainer.learner.prepare import Metrics
 from trainer.learner.state import ADAPTER, State, read_tensors
+from trainer.learner.world import World
 from trainer.model import Policy, load_lora, lora_state
 from trainer.tree_mask import subtree_ends, tree_mask
 
@@ -40,7 +41,9 @@ class GradientSteps:
         reward_std_dev: float,
         *,
         base: Callable[[], Policy],
+        world: World,
     ) -> None:
+        self.world = world
         self.state = state
         self.config = config
         self.base = base  # loads the base model; only full finetuning under a penalty needs it
@@ -55,26 +58,31 @@ class GradientSteps:
 
     def run(self, batches: list[list[Row]]) -> Iterator[Metrics]:
         """One gradient step for each batch of rows."""
-        before = self._before(batches)
-        for batch, known in zip(batches, before, strict=True):
-            yield self._take(batch, known)
+        mine = [self.world.share(batch) for batch in batches]
+        before = self._before([[row for row, _ in rows] for rows in mine])
+        for batch, rows, known in zip(batches, mine, before, strict=True):
+            yield self._take(batch, rows, known)
 
-    def _take(self, rows: list[Row], before: list[Before]) -> Metrics:
+    def _take(
+        self, batch: list[Row], rows: list[tuple[Row, float]], before: list[Before]
+    ) -> Metrics:
+        """One gradient step over `batch`, of which `rows` are computed in this process."""
         optimizer, config = self.state.optimizer, self.config
         learning_rate = self.learning_rate * (
-            sum(row.trajectories for row in rows)
+            sum(row.trajectories for row in batch)
             ** config.num_trajectories_learning_rate_multiplier_power
         )
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         optimizer.zero_grad(set_to_none=True)
-        tokens = sum(len(row.targets) for row in rows)
+        tokens = sum(len(row.targets) for row in batch)
         sums: dict[str, Tensor] = {}
-        for row, known in zip(rows, before, strict=True):
+        for (row, weight), known in zip(rows, before, strict=True):
             output = grpo_loss(self._inputs(row, known), config)
-            (output.loss / tokens).backward()  # type: ignore[no-untyped-call]
+            (output.loss * weight / tokens).backward()  # type: ignore[no-untyped-call]
             for name, value in output.metrics.items():
-                sums[name] = sums.get(name, torch.zeros_like(value)) + value
+                sums[name] = sums.get(name, torch.zeros_like(value)) + value * weight
+        self.world.sum([*sums.values(), *self._gradients()])
         norm = torch.nn.utils.clip_grad_norm_(self.state.parameters, config.max_grad_norm)
         metrics = {name: float(value) / tokens for name, value in sums.items()}
         metrics |= {"loss/grad_norm": float(norm), "loss/learning_rate": learning_rate}
@@ -83,6 +91,10 @@ class GradientSteps:
                 raise Diverged(f"`{name}` is `{number}`: the gradient step was not taken")
         optimizer.step()
         return metrics
+
+    def _gradients(self) -> list[Tensor]:
+        gradients = [parameter.grad for parameter in self.state.parameters]
+        return [gradient for gradient in gradients if gradient is not None]
 
     def _inputs(self, row: Row, before: Before) -> LossInputs:
         logprobs, entropies = self._logprobs(row)
@@ -150,7 +162,7 @@ def row_logprobs(policy: Policy, row: Row, *, chunk: int = 1024) -> tuple[Tensor
     tokens, positions = row.tokens, row.positions
     mask: Mask
     if policy.fast is None:
-        mask = row.mask()[None] if tokens.is_cuda else row.blocks()
+        mask = row.attention_mask()
     else:
         length = policy.fast.lengths.fit(row.room)
         mask = tree_mask(subtree_ends(row.segments, row.ancestors), length)

@@ -117,7 +117,7 @@ def _metrics(
         metrics = {
             "loss/train": (loss * weights).sum(),
             "loss/entropy": (inputs.entropies * weights).sum(),
-            "loss/kl_div": k3(new, old).sum(),
+            "loss/kl_div": k3(old, new).sum(),
             "loss/clip_frac": was_clipped.float().sum(),
             "loss/ratio": ratio.sum(),
             # How far the engine's probabilities are from the learner's for the same tokens.

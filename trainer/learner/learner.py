@@ -5,7 +5,6 @@ take the gradient steps, write the next checkpoint.
 """
 
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,35 +15,34 @@ from trainer import checkpoint, faults
 from trainer.config import GrpoConfig, LoraConfig, SftConfig, StepConfig
 from trainer.errors import OutOfMemory
 from trainer.fast import FastLayers
+from trainer.learner.clock import Clock
 from trainer.learner.gradient import GradientSteps
 from trainer.learner.pack import Row, pack
+from trainer.learner.plot import NAME as PICTURE
+from trainer.learner.plot import plot_rows
 from trainer.learner.prepare import Prepared, prepare
 from trainer.learner.sft import SUPERVISED, prepare_sft
 from trainer.learner.state import State, check_belongs, lora_shape
+from trainer.learner.world import World
 from trainer.model import Policy, load_model
 from trainer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 
-class Clock:
-    """Seconds of each part of a train call."""
-
-    def __init__(self) -> None:
-        self.laps: dict[str, float] = {}
-        self._since = time.monotonic()
-
-    def lap(self, name: str) -> None:
-        now = time.monotonic()
-        self.laps[name], self._since = now - self._since, now
-
-
 class Learner:
     """Trains LoRAs of one base model. Holds one run at a time; another is read from its disk."""
 
     def __init__(
-        self, base_model: str, directory: Path, *, dtype: torch.dtype, device: torch.device
+        self,
+        base_model: str,
+        directory: Path,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        world: World | None = None,
     ) -> None:
+        self.world = world or World()
         self.base_model = base_model
         self.directory = directory
         self.dtype = dtype
@@ -56,8 +54,7 @@ class Learner:
 
     def prepare(self, checkpoints: Path, lora: LoraConfig | None) -> int:
         """The run's latest good step; a new run gets checkpoint 0 with a fresh LoRA."""
-        checkpoint.clean(checkpoints)
-        step = checkpoint.latest(checkpoints)
+        step = self.world.on_first(lambda: self._latest(checkpoints))
         if step is None:
             step = 0
             state = self._new_state(lora)
@@ -131,6 +128,7 @@ class Learner:
             groups,
             config,
             limit=self._limit(config.max_seq_length, config.packed_sequence_length),
+            vocabulary=state.policy.architecture.vocab_size,
         )
         batches = self._batches(prepared, config)
         prepared.metrics |= {
@@ -144,12 +142,27 @@ class Learner:
             )
             yield prepared.metrics
         self._clock.lap("time/prepare_s")
-        steps = GradientSteps(state, config, step, prepared.reward_std_dev, base=self._reference)
+        steps = GradientSteps(
+            state,
+            config,
+            step,
+            prepared.reward_std_dev,
+            base=self._reference,
+            world=self.world,
+        )
         for metrics in steps.run(batches):
             yield {**prepared.metrics, **metrics}
             faults.reached("learner-stepped")
         self._clock.lap("time/gradient_s")
-        path = self._save(state, checkpoints, step + 1, lora, parent=step, config=config)
+        path = self._save(
+            state,
+            checkpoints,
+            step + 1,
+            lora,
+            parent=step,
+            config=config,
+            rows=[row for batch in batches for row in batch] if config.plot_tensors else [],
+        )
         self.loaded = (checkpoints, step + 1)
         yield self._made(path, step + 1, prepared.dropped)
 
@@ -169,7 +182,9 @@ class Learner:
         if not batches:
             logger.warning("step %s trains on nothing: no assistant said anything", step + 1)
             yield prepared.metrics
-        steps = GradientSteps(self.state, SUPERVISED, step, 0.0, base=self._reference)
+        steps = GradientSteps(
+            self.state, SUPERVISED, step, 0.0, base=self._reference, world=self.world
+        )
         for samples, rate in zip(batches, config.rates(len(batches)), strict=True):
             steps.learning_rate = rate
             rows = [row.to(self.device) for row in pack(samples, length=None)]
@@ -200,7 +215,7 @@ class Learner:
             "data/step_packed_tokens": float(sum(len(row.tokens) for row in rows)),
             "data/step_unshared_tokens": float(sum(row.unshared for row in rows)),
         }
-        size = config.grad_accumulation_sequences or 1
+        size = config.grad_accumulation_sequences or self.world.size
         return [
             [rows[index].to(self.device) for index in order[at : at + size]]
             for at in range(0, len(order), size)
@@ -211,10 +226,15 @@ class Learner:
         limits: list[int | None] = [self.state.policy.max_seq_len, *given]
         return min(limit for limit in limits if limit is not None)
 
+    def _latest(self, checkpoints: Path) -> int | None:
+        checkpoint.clean(checkpoints)
+        return checkpoint.latest(checkpoints)
+
     def _new_state(self, lora: LoraConfig | None) -> State:
         # Every weight that is trained is kept in fp32: AdamW's steps are lost in bf16.
         dtype = torch.float32 if lora is None else self.dtype
         policy = self._load_policy(lora, dtype)
+        self.world.shard(policy)
         return State(policy, seed=lora.seed if lora else 0)
 
     def _reference(self) -> Policy:
@@ -225,7 +245,8 @@ class Learner:
 
     def _load_policy(self, lora: LoraConfig | None, dtype: torch.dtype) -> Policy:
         policy = load_model(self.directory, lora=lora, dtype=dtype, device=self.device)
-        if self.device.type == "cuda":
+        # Sharded weights are gathered by the layers' own forward passes, which `fast` goes round.
+        if self.device.type == "cuda" and self.world.size == 1:
             policy.fast = FastLayers(policy.layers, policy.architecture)
         return policy
 
@@ -251,6 +272,7 @@ class Learner:
         *,
         parent: int | None,
         config: StepConfig | None,
+        rows: Sequence[Row] = (),
     ) -> Path:
         about = {
             "base_model": self.base_model,
@@ -258,6 +280,10 @@ class Learner:
             "parent": parent,
             "config": config.model_dump(mode="json") if config else None,
         }
-        return checkpoint.save(
-            checkpoints, step, lambda path: state.write(path, base_model=self.base_model), about
-        )
+
+        def write(directory: Path) -> None:
+            state.write(directory, base_model=self.base_model)
+            if rows:
+                plot_rows(rows, directory / PICTURE)
+
+        return self.world.on_first(lambda: checkpoint.save(checkpoints, step, write, about))

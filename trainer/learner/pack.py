@@ -9,6 +9,7 @@ fork is predicted from the last shared position, so nothing is stored twice and 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.block_attention import Block, plan
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 Ids = NDArray[np.int64]
 
@@ -65,10 +69,22 @@ class Row:
         causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
         return causal & self.ancestors[self.segments][:, self.segments]
 
-    def blocks(self) -> list[Block]:
-        """What `mask` allows, as the blocks that are worth computing."""
+    def attention_mask(self) -> "list[Block] | BlockMask":
+        """What `mask` allows, as the row's device computes it: only the parts worth computing."""
+        if self.tokens.is_cuda:
+            return self._flex_mask()
         lengths = torch.bincount(self.segments, minlength=len(self.ancestors))
         return plan(self.mask(), lengths.tolist())
+
+    def _flex_mask(self) -> "BlockMask":
+        from torch.nn.attention.flex_attention import create_block_mask
+
+        segments, ancestors, length = self.segments, self.ancestors, len(self.tokens)
+
+        def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (query >= key) & ancestors[segments[query], segments[key]]
+
+        return create_block_mask(visible, None, None, length, length, device=segments.device)
 
     def to(self, device: torch.device) -> "Row":
         moved = {name: value.to(device) for name, value in vars(self).items() if name in TENSORS}

@@ -31,7 +31,12 @@ class Prepared:
 
 
 def prepare(
-    tokenizer: Tokenizer, groups: Sequence[Group], config: GrpoConfig, *, limit: int
+    tokenizer: Tokenizer,
+    groups: Sequence[Group],
+    config: GrpoConfig,
+    *,
+    limit: int,
+    vocabulary: int,
 ) -> Prepared:
     """Tokenise and weigh every group; `limit` is the longest sequence that is trained on."""
     result = Prepared()
@@ -52,6 +57,7 @@ def prepare(
                 member,
                 allow_without_logprobs=config.allow_training_without_logprobs,
             )
+            _check_ids(tokenized, vocabulary)
             retokenized += tokenized.retokenized
             if reason := _reason_to_drop(tokenized, limit):
                 result.drop(reason, index, trajectory=number)
@@ -97,6 +103,16 @@ def _rewards(members: Sequence[Mapping[str, Any]], group: int) -> list[float]:
             )
         rewards.append(float(reward))
     return rewards
+
+
+def _check_ids(tokenized: Tokenized, vocabulary: int) -> None:
+    for sequence in tokenized.sequences:
+        for token in (min(sequence.ids), max(sequence.ids)):
+            if not 0 <= token < vocabulary:
+                raise BadRequest(
+                    f"A choice has the token id `{token}`, and the model has `{vocabulary}` tokens",
+                    hint="Train the model that sampled it, and send choices as they came",
+                )
 
 
 def _reason_to_drop(tokenized: Tokenized, limit: int) -> str | None:

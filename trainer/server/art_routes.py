@@ -1,6 +1,7 @@
 """ART's control API, as the clients of its generations 1 and 2 speak it."""
 
 import json
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -25,6 +26,7 @@ from trainer.server.wire import (
     TrainRequest,
 )
 
+logger = logging.getLogger(__name__)
 Json = dict[str, Any]
 
 
@@ -50,11 +52,11 @@ def routes(backend: Backend) -> APIRouter:
 
     @router.post("/_train_model")
     async def train_model(body: TrainRequest) -> StreamingResponse:
-        return await stream(backend.train(body))
+        return await stream(backend.train(body), verbose=body.verbose)
 
     @router.post("/_train_sft")
     async def train_sft(body: SftRequest) -> StreamingResponse:
-        return await stream(backend.train(body.as_step()))
+        return await stream(backend.train(body.as_step()), verbose=body.verbose)
 
     @router.post("/_log")
     async def log(body: LogRequest) -> None:
@@ -105,11 +107,19 @@ def _add_experimental(router: APIRouter, backend: Backend) -> None:
         )
 
 
-async def stream(training: Training) -> StreamingResponse:
+async def stream(training: Training, *, verbose: bool) -> StreamingResponse:
     """The rows of a step. The first is awaited before the status, so that a bad group is a 4xx."""
-    rows = training.rows()
+    rows = _logged(training) if verbose else training.rows()
     first = await anext(rows, None)
     return StreamingResponse(_ndjson(first, rows, training), media_type="application/x-ndjson")
+
+
+async def _logged(training: Training) -> AsyncIterator[Json]:
+    """`verbose`: every gradient step in the server's log too."""
+    async for row in training.rows():
+        told = " ".join(f"{name}={value:.4g}" for name, value in sorted(row.items()))
+        logger.info("%s: %s", training.model.key, told)
+        yield row
 
 
 async def _ndjson(

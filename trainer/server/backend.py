@@ -16,7 +16,7 @@ from trainer.errors import BadRequest, Conflict, TrainerError, WorkerDied
 from trainer.learner.handle import Learner
 from trainer.server.canary import logprob_difference
 from trainer.server.gate import Gate
-from trainer.server.journal import Request, digest
+from trainer.server.journal import Journal, Request, digest
 from trainer.server.ledger import Entry, Ledger, choices_of
 from trainer.server.metrics import Metrics
 from trainer.server.models import Model, Models
@@ -66,8 +66,7 @@ class Backend:
             return
         await self._start_workers(self.config.base_model)
         for path in sorted(self.models.state.glob("*/models/*/journal.json")):
-            wire = ModelWire(project=path.parents[2].name, name=path.parent.name)
-            request = self.models.add(wire, self.config.lora).journal.pending()
+            request = Journal(path.parent).pending()
             if request and request.base_model == self.config.base_model:
                 logger.info("taking up step %s of %s", request.step, path.parent.name)
                 await self.prepare(ModelWire.model_validate(request.model))
@@ -92,7 +91,7 @@ class Backend:
         if not wire.trainable:
             return None
         check_internal_config(wire, chosen(self.config))
-        self._check_base(wire.base_model)
+        self.models.check_base(wire.base_model)
         model = self.models.add(wire, lora_config(wire, self.config.lora))
         model.max_seq_length = max_seq_length(wire)
         return model
@@ -142,17 +141,9 @@ class Backend:
         if self._engine and step not in model.steps:
             await self._engine.unload(model.lora_name(step))
 
-    def _check_base(self, base_model: str | None) -> None:
-        loaded = self.models.base_model
-        if loaded and base_model and base_model != loaded:
-            raise Conflict(
-                f"This server holds `{loaded}`, not `{base_model}`",
-                hint="Start another server with `trainer serve --base-model`, on other ports",
-            )
-
     async def _start_workers(self, base_model: str, engine_args: Json | None = None) -> None:
         async with self._starting:
-            self._check_base(base_model)
+            self.models.check_base(base_model)
             if self._engine and self._learner:
                 if engine_args:
                     async with self._gate.training():  # the engine may have to start again

@@ -12,7 +12,7 @@ from kit.manifest import read_manifest
 from trainer import checkpoint
 from trainer.config import LoraConfig
 from trainer.engines.engine import SampleRequest
-from trainer.errors import BadRequest, NotFound
+from trainer.errors import BadRequest, Conflict, NotFound
 from trainer.server.journal import Journal
 from trainer.server.wire import ModelWire
 
@@ -123,7 +123,20 @@ class Models:
             model = Model(wire.project, wire.name, self.directory(wire), lora)
             model.read_steps()
             self._models[key] = model
+        elif self._models[key].lora != lora:
+            raise Conflict(
+                f"Model `{wire.name}` is registered with another LoRA",
+                hint="Send the `peft_args` it was registered with, or choose another name",
+            )
         return self._models[key]
+
+    def check_base(self, base_model: str | None) -> None:
+        """All models share the base that is loaded."""
+        if self.base_model and base_model and base_model != self.base_model:
+            raise Conflict(
+                f"This server holds `{self.base_model}`, not `{base_model}`",
+                hint="Start another server with `trainer serve --base-model`, on other ports",
+            )
 
     def remove(self, model: Model) -> None:
         del self._models[model.project, model.name]

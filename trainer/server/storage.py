@@ -42,7 +42,8 @@ async def fork(backend: Backend, model: Model, request: ForkRequest) -> None:
         if request.from_s3_bucket:
             source = Path(temporary)
             s3 = _s3_path(request.from_s3_bucket, request.prefix, project, request.from_model)
-            await _aws("s3", "sync", f"{s3}/checkpoints", str(source / "checkpoints"))
+            target = str(source / "checkpoints")
+            await _aws("s3", "sync", f"{s3}/checkpoints", target, verbose=request.verbose)
         step = _newest(source / "checkpoints", request.not_after_step, request.from_model)
         if step <= model.step:
             raise Conflict(
@@ -68,7 +69,15 @@ async def push(backend: Backend, model: Model, request: S3Request) -> None:
     s3 = _s3_path(request.s3_bucket, request.prefix, model.project, model.name)
     # What is half made, or only means something to this server, stays here.
     flags = ["--exclude", "journal*", "--exclude", "checkpoints/.*"]
-    await _aws("s3", "sync", str(model.directory), s3, *flags, *_delete_flag(request))
+    await _aws(
+        "s3",
+        "sync",
+        str(model.directory),
+        s3,
+        *flags,
+        *_delete_flag(request),
+        verbose=request.verbose,
+    )
 
 
 async def pull(backend: Backend, model: Model, request: S3Request) -> None:
@@ -77,12 +86,15 @@ async def pull(backend: Backend, model: Model, request: S3Request) -> None:
     s3 = _s3_path(request.s3_bucket, request.prefix, model.project, model.name)
     local = str(model.directory)
     if request.only_step is None:
-        await _aws("s3", "sync", s3, local, *_delete_flag(request))
+        await _aws("s3", "sync", s3, local, *_delete_flag(request), verbose=request.verbose)
     else:
         step = request.only_step
         wanted = f"{step:04d}" if isinstance(step, int) else await _latest_on_s3(s3)
         target = f"{local}/checkpoints/{wanted}"
-        await _aws("s3", "sync", f"{s3}/checkpoints/{wanted}", target, *_delete_flag(request))
+        await _aws(
+            *("s3", "sync", f"{s3}/checkpoints/{wanted}", target, *_delete_flag(request)),
+            verbose=request.verbose,
+        )
         if not Path(target).is_dir():
             raise NotFound(f"There is no step `{wanted}` in `{s3}`", hint="Check the step")
     await backend.adopt(model)
@@ -137,8 +149,9 @@ def _delete_flag(request: S3Request) -> list[str]:
     return ["--delete"] if request.delete else []
 
 
-async def _aws(*arguments: str) -> str:
+async def _aws(*arguments: str, verbose: bool = False) -> str:
     """Run the AWS CLI, which has its own ways to credentials, and return what it prints."""
+    logger.info("aws %s", " ".join(arguments))
     if shutil.which("aws") is None:
         raise Unsupported(
             "S3 needs the AWS CLI, which is not installed where this server runs",
@@ -153,9 +166,12 @@ async def _aws(*arguments: str) -> str:
     )
     out, err = await process.communicate()
     if process.returncode:
-        said = err.decode(errors="replace").strip().splitlines()
+        cause = err.decode(errors="replace").strip().splitlines() or [str(process.returncode)]
         raise BadRequest(
-            f"`aws {' '.join(arguments[:2])}` failed: {said[-1] if said else process.returncode}",
+            f"`aws {' '.join(arguments[:2])}` failed: {cause[-1]}",
             hint="Check the bucket's name and the server's AWS credentials",
         )
-    return out.decode(errors="replace")
+    said = out.decode(errors="replace")
+    for line in said.splitlines() if verbose else []:
+        logger.info("aws: %s", line)
+    return said

@@ -31,7 +31,7 @@ async def main(openai: str) -> None:
         steps.append(result.step)
         metrics = result.metrics
         logprobs.append(first_logprob(openai, model.get_inference_name()))
-    assert first_logprob(openai, model.get_inference_name(step=1)) == logprobs[1]
+    assert abs(first_logprob(openai, model.get_inference_name(step=1)) - logprobs[1]) < 1e-4
     await model.delete_checkpoints()
     try:
         await backend.train(model, [group], learning_rate=-1.0)

@@ -119,12 +119,17 @@ class Project:
         return json.loads(text)
 
 
+def write_project(directory: Path) -> None:
+    """The agent, and datasets of four and two questions."""
+    (directory / "agent.py").write_text(AGENT)
+    (directory / "data").mkdir()
+    rows = [{"id": n, "question": f"Question {n}?", "answer": str(n)} for n in range(6)]
+    (directory / "data/training_data.json").write_text(json.dumps(rows[:4]))
+    (directory / "data/val.json").write_text(json.dumps(rows[4:]))
+
+
 @pytest.fixture
 def project(server: Any, tmp_path: Path, request: pytest.FixtureRequest) -> Project:
     name = "".join(c if c.isalnum() else "-" for c in request.node.name)[:80]
-    (tmp_path / "agent.py").write_text(AGENT)
-    (tmp_path / "data").mkdir()
-    rows = [{"id": n, "question": f"Question {n}?", "answer": str(n)} for n in range(6)]
-    (tmp_path / "data/training_data.json").write_text(json.dumps(rows[:4]))
-    (tmp_path / "data/val.json").write_text(json.dumps(rows[4:]))
+    write_project(tmp_path)
     return Project(tmp_path, guide(server, name))

@@ -12,8 +12,12 @@ CURRICULUM = {
 }
 
 
-def test_the_guides_yaml_trains_and_writes_every_file_the_guide_names(project: Any) -> None:
+def test_the_guides_yaml_trains_and_writes_every_file_the_guide_names(
+    project: Any, server: Any
+) -> None:
     project.config["finetuning"]["curriculum_learning"] = CURRICULUM
+    backend = project.config["trainer_adapters"]["art_adapter"]["backend"]
+    backend["delete_old_checkpoints"] = True
     result = project.finetune(
         *("--validation_dataset=data/val.json", "--validation_interval=1"),
         *("-o", "finetuning.num_epochs", "2"),
@@ -38,6 +42,9 @@ def test_the_guides_yaml_trains_and_writes_every_file_the_guide_names(project: A
         "epoch_0001.jsonl", "epoch_0002.jsonl",
         "validation_0000.jsonl", "validation_0001.jsonl", "validation_0002.jsonl",
     ]  # fmt: skip
+    model = server.state / "harness" / "models" / backend["name"]
+    # Before step 2 only the newest was kept.
+    assert sorted(path.name for path in (model / "checkpoints").iterdir()) == ["0001", "0002"]
     run_id = metrics[0]["run_id"]
     for line in (
         f"INFO - Starting epoch 1 for run {run_id}",

@@ -1,5 +1,6 @@
 """`kill -9` of the harness, and of the backend under it: no epoch is lost, none comes twice."""
 
+import signal
 import subprocess
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 EPOCHS = ("-o", "finetuning.num_epochs", "5")
 
 
-def kill_at(project: Any, line: str, times: int) -> None:
-    """Start training, and kill it when `line` has come up so many times."""
+def stop_at(project: Any, line: str, times: int, how: signal.Signals = signal.SIGKILL) -> int:
+    """Start training, send it a signal when `line` has come up so many times, and see it end."""
     process = subprocess.Popen(
         project.command(*EPOCHS), cwd=project.directory, stderr=subprocess.PIPE, text=True
     )
@@ -19,9 +20,11 @@ def kill_at(project: Any, line: str, times: int) -> None:
         for told in process.stderr:
             times -= line in told
             if not times:
-                process.kill()
+                process.send_signal(how)
                 break
-    assert process.wait(30) == -9
+        rest = process.stderr.read()
+    assert "Traceback" not in rest
+    return process.wait(30)
 
 
 def step_of(server: Any, project: Any) -> int:
@@ -34,7 +37,7 @@ def step_of(server: Any, project: Any) -> int:
 def test_a_killed_run_resumes_with_five_epochs_none_twice(
     project: Any, server: Any, line: str
 ) -> None:
-    kill_at(project, line, 1 if "epoch" in line else 3)
+    assert stop_at(project, line, 1 if "epoch" in line else 3) == -signal.SIGKILL
     before = project.read("reward_history.json")
     assert [row["epoch"] for row in before] == [1, 2]
     told = project.finetune("--resume", *EPOCHS).stderr
@@ -49,6 +52,12 @@ def test_a_killed_run_resumes_with_five_epochs_none_twice(
     # A run that has ended is not trained again.
     again = project.finetune("--resume", *EPOCHS).stderr
     assert "Starting epoch" not in again and step_of(server, project) == 5
+
+
+def test_ctrl_c_stops_cleanly_and_the_run_can_be_resumed(project: Any) -> None:
+    assert stop_at(project, "Submitted", 2, signal.SIGINT) == 130
+    project.finetune("--resume", "-o", "finetuning.num_epochs", "2")
+    assert [row["epoch"] for row in project.read("reward_history.json")] == [1, 2]
 
 
 def test_a_new_run_keeps_the_files_of_the_one_before(project: Any) -> None:

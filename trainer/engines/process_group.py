@@ -1,8 +1,8 @@
 """Runs a program of several processes so that none of them outlives the server.
 
-`python -m trainer.engines.guard PROGRAM ARGUMENT...` stands between `trainer serve` and `vllm
-serve`: vLLM's engine processes survive the death of its API process, and would go on holding the
-card's memory. The guard leads their process group and ends all of it when the program ends, when
+`python -m trainer.engines.process_group PROGRAM ARGUMENT...` stands between `trainer serve` and
+`vllm serve`: vLLM's engine processes survive the death of its API process, and would go on holding
+the card's memory. This process leads their group, and ends all of it when the program ends, when
 it is asked to, or when the server is gone.
 """
 
@@ -18,20 +18,25 @@ GRACE = 8.0  # seconds the program has to clean up
 
 
 def main() -> None:
-    # Raised out of `wait` below: a handler that waits itself would wait for the same lock.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    signal.signal(signal.SIGTERM, _leave)
     die_with_parent(signal.SIGTERM)
     child = subprocess.Popen(sys.argv[1:])
     try:
         code = child.wait()
         # Said here, since the end of the group below ends this process too.
-        sys.stderr.write(f"guard: the program ended with code {code}\n")
+        sys.stderr.write(f"process group: the program ended with code {code}\n")
     finally:
         sys.stderr.flush()
         child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(GRACE)
         os.killpg(0, signal.SIGKILL)
+
+
+def _leave(*_: object) -> None:
+    """Break out of `wait`. Once: the parent's death may be told more than once."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit()
 
 
 if __name__ == "__main__":

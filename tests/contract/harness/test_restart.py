@@ -1,0 +1,40 @@
+"""The backend dies in the middle of a step: the harness waits, and the step is made once."""
+
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.contract.harness.conftest import Project, guide, write_project
+from tests.environments import client_environment
+from tests.serving import Serving
+
+
+def test_a_backend_that_is_killed_while_it_trains_is_waited_for(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    cache = str(tmp_path_factory.getbasetemp() / "art-cache")
+    with Serving(tmp_path / "server", "tiny-random", ART_CACHE=cache) as serving:
+        project = Project(tmp_path, guide(serving, "restarted"))
+        write_project(tmp_path)
+        process = subprocess.Popen(
+            project.command("-o", "finetuning.num_epochs", "2"),
+            cwd=tmp_path,
+            env=client_environment(),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stderr
+        told = []
+        with process.stderr:
+            for line in process.stderr:
+                told.append(line)
+                if "Submitted" in line and serving.process.poll() is None and len(told) < 9:
+                    serving.process.send_signal(signal.SIGKILL)
+                    serving.process.wait()
+                    serving.start()
+        assert process.wait(60) == 0, "".join(told)
+        metrics = project.read("training_metrics.jsonl")
+        assert [(row["epoch"], row["step"]) for row in metrics] == [(1, 1), (2, 2)]
+        assert any("The backend went away while it trained" in line for line in told)

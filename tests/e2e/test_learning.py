@@ -1,0 +1,139 @@
+"""The learner learns: a toy reward rises on a random model, and one on a pretrained model.
+
+Sampling here is as plain as can be, apart from the engine, so that only the learner is tested.
+"""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.attention import KVCache
+from trainer.base_models import resolve
+from trainer.config import GrpoConfig, LoraConfig
+from trainer.device import default_dtype
+from trainer.learner.learner import Learner
+from trainer.smollm2 import NAME as SMOLLM2
+
+logger = logging.getLogger(__name__)
+GROUP = 8
+Reward = Callable[[str], float]
+
+
+def learner(base_model: str) -> Learner:
+    directory, device = resolve(base_model), torch.device("cpu")
+    return Learner(base_model, directory, dtype=default_dtype(directory, device), device=device)
+
+
+@torch.no_grad()
+def sample_group(
+    one: Learner, prompt: str, reward: Reward, *, length: int, generator: torch.Generator
+) -> dict[str, Any]:
+    """GROUP completions of `length` tokens, with their exact ids and logprobs, and rewards."""
+    assert one.state is not None
+    policy = one.state.policy
+    messages = [{"role": "user", "content": prompt}]
+    prompt_ids = one.tokenizer.apply_chat_template(messages)
+    cache = KVCache(
+        policy.architecture,
+        GROUP,
+        len(prompt_ids) + length,
+        dtype=one.dtype,
+        device=torch.device("cpu"),
+    )
+    tokens = torch.tensor([prompt_ids]).expand(GROUP, -1)
+    positions = torch.arange(len(prompt_ids)).expand(GROUP, -1)
+    chosen, found = [], []
+    for _ in range(length):
+        hidden = policy.hidden(tokens, positions=positions, cache=cache)[:, -1]
+        logprobs = policy.logits(hidden).float().log_softmax(-1)
+        tokens = torch.multinomial(logprobs.exp(), 1, generator=generator)
+        chosen.append(tokens)
+        found.append(logprobs.gather(1, tokens))
+        positions = positions[:, -1:] + 1
+    trajectories = []
+    for ids, logprobs_of in zip(
+        torch.cat(chosen, 1).tolist(), torch.cat(found, 1).tolist(), strict=True
+    ):
+        text = one.tokenizer.decode(ids)
+        choice = {
+            "finish_reason": "length",
+            "message": {"role": "assistant", "content": text},
+            "art": {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": logprobs_of},
+        }
+        trajectories.append({"messages_and_choices": [*messages, choice], "reward": reward(text)})
+    return {"trajectories": trajectories}
+
+
+def learn(
+    one: Learner,
+    at: Path,
+    prompts: list[str],
+    reward: Reward,
+    *,
+    steps: int,
+    learning_rate: float,
+    length: int = 12,
+    seed: int = 1,
+) -> list[float]:
+    """Mean reward of every step's samples, taken before that step is trained."""
+    lora = LoraConfig(seed=seed)
+    config = GrpoConfig(
+        learning_rate=learning_rate, max_grad_norm=1.0, grad_accumulation_sequences=16
+    )
+    generator = torch.Generator().manual_seed(seed)
+    one.prepare(at, lora)
+    means = []
+    for _ in range(steps):
+        groups = [
+            sample_group(one, prompt, reward, length=length, generator=generator)
+            for prompt in prompts
+        ]
+        rewards = [one["reward"] for group in groups for one in group["trajectories"]]
+        means.append(sum(rewards) / len(rewards))
+        first, *_ = one.train(at, groups, config, lora)
+        # What was sampled is what is trained on: the sampler's logprobs are the learner's.
+        assert first["loss/sampler_gap"] < 0.1
+    return means
+
+
+def share(text: str, letters: str) -> float:
+    return sum(letter in letters for letter in text) / max(len(text), 1)
+
+
+def test_a_random_model_learns_to_write_small_letters(tmp_path: Path) -> None:
+    means = learn(
+        learner("tiny-random"),
+        tmp_path,
+        ["one", "two"],
+        lambda text: share(text, "abcdefghijklmnopqrstuvwxyz"),
+        steps=25,
+        learning_rate=3e-3,
+    )
+    logger.info("tiny-random: %s", " ".join(f"{mean:.2f}" for mean in means))
+    start, end = sum(means[:3]) / 3, sum(means[-3:]) / 3
+    assert start < 0.25
+    assert end > 0.45
+
+
+def test_a_pretrained_model_learns_to_say_the(tmp_path: Path) -> None:
+    means = learn(
+        learner(SMOLLM2),
+        tmp_path,
+        ["Tell me about Rome.", "Describe a garden."],
+        lambda text: min(text.lower().split().count("the") / 4, 1.0),
+        steps=8,
+        learning_rate=1e-3,
+    )
+    logger.info("SmolLM2: %s", " ".join(f"{mean:.2f}" for mean in means))
+    start, end = sum(means[:2]) / 2, sum(means[-2:]) / 2
+    assert start < 0.4
+    assert end > start + 0.2
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)

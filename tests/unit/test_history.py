@@ -1,0 +1,51 @@
+"""What is logged: trajectories and averages, in ART's files."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.errors import BadRequest
+from trainer.server import history
+
+
+def group(*rewards: float, exceptions: int = 0, **metrics: float) -> dict[str, Any]:
+    members = [{"reward": reward, "metrics": metrics} for reward in rewards]
+    return {"trajectories": members, "exceptions": [{"type": "E"}] * exceptions}
+
+
+def test_averages_are_those_of_art() -> None:
+    means = history.averages([group(0, 1, turns=2), group(3, exceptions=1)])
+    assert means == {
+        "reward": pytest.approx(4 / 3),
+        "reward_std_dev": 0.5,  # of groups with more than one trajectory
+        "exception_rate": 0.25,
+        "turns": 2,
+    }
+    assert history.averages([]) == {"reward_std_dev": 0.0}
+
+
+def test_a_second_log_in_a_step_adds_to_the_first(tmp_path: Path) -> None:
+    for reward in (1.0, 2.0):
+        history.log(tmp_path, 7, [group(reward)], "val")
+    lines = (tmp_path / "trajectories" / "val" / "0007.jsonl").read_text().splitlines()
+    assert [json.loads(line)["trajectories"][0]["reward"] for line in lines] == [1, 2]
+    assert history.by_step(tmp_path)[7]["val/reward"] == 1.5
+
+
+def test_what_cannot_be_averaged_is_not_stored(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match="`reward`"):
+        history.log(tmp_path, 0, [{"trajectories": [{"reward": "high"}]}], "val")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_smoothing_weighs_the_steps_before(tmp_path: Path) -> None:
+    for step, reward in enumerate([1.0, 0.0, 0.5]):
+        history.append(tmp_path, {"step": step, "val/reward": reward, "other": 9})
+    assert history.smoothed(tmp_path, "val/reward", 1.0) == {0: 1.0, 1: 0.0, 2: 0.5}
+    # As polars' ewm_mean: (0.5 + 0.5 * 0 + 0.25 * 1) / (1 + 0.5 + 0.25).
+    assert history.smoothed(tmp_path, "val/reward", 0.5)[2] == pytest.approx(0.75 / 1.75)
+    assert history.smoothed(tmp_path, "nothing", 1.0) == {}
+    with pytest.raises(BadRequest, match="`benchmark_smoothing`"):
+        history.smoothed(tmp_path, "val/reward", 0)

@@ -1,0 +1,52 @@
+"""What the embedded engine batches: the choices of requests, and prompts of like length."""
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.engines.sampling import Sampling
+from trainer.engines.text import TextStream
+
+PREFILL = 2048  # tokens of prompts computed at once
+
+
+@dataclass
+class Call:
+    """One request: a prompt and the choices that continue it."""
+
+    id: int
+    prompt: list[int]
+    lora: str | None
+    stream: bool
+    unfinished: int
+
+
+@dataclass
+class Choice:
+    """One row of the batch."""
+
+    call: Call
+    index: int
+    limit: int
+    sampling: Sampling
+    random: random.Random
+    text: TextStream
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    pending: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        return len(self.call.prompt) + len(self.tokens)
+
+
+def prefill_batches(prompts: Iterable[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
+    """Prompts of like length together, as many as fit `PREFILL` tokens with their padding."""
+    batches: list[list[tuple[int, ...]]] = []
+    for prompt in sorted(prompts, key=len):
+        if batches and (len(batches[-1]) + 1) * len(prompt) <= PREFILL:
+            batches[-1].append(prompt)
+        else:
+            batches.append([prompt])
+    return batches
