@@ -1,6 +1,7 @@
 """The learner against transformers + peft: the same model, tokens, LoRA and loss, on this CPU.
 
     python bench/learner.py --cpu [--model NAME] [--repeats N]
+    python bench/learner.py --cuda [--peft-path DIR]        the table of `bench/learner_cuda.py`
 
 Each stack runs in its own process and environment (peft refuses the torchao that TorchTune needs;
 `scripts/parity` makes the other environment). A measurement is the forward and backward pass of
@@ -166,6 +167,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cpu", action="store_true", help="compare both stacks on this CPU")
+    parser.add_argument("--cuda", action="store_true", help="compare both stacks on this GPU")
+    parser.add_argument("--peft-path", default="", help="PYTHONPATH of a peft without torchao")
+    parser.add_argument("--cases", help="with --cuda: only these, by name, with commas between")
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--stack", choices=["ours", "theirs"], help=argparse.SUPPRESS)
@@ -177,8 +181,13 @@ def main() -> None:
         print(json.dumps(measure(step, arguments.repeats)))
     elif arguments.cpu:
         sys.exit(0 if compare(arguments.model, arguments.repeats) else 1)
+    elif arguments.cuda:
+        sys.path.insert(0, str(ROOT))
+        from bench.learner_cuda import CASES, run_all
+
+        run_all(arguments.peft_path, (arguments.cases or ",".join(CASES)).split(","))
     else:
-        parser.error("say what to measure: `--cpu`")
+        parser.error("say what to measure: `--cpu` or `--cuda`")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,10 @@ class Table:
         )
 
 
-def machine(load: float, packages: Sequence[str] = ("torch", "fastapi", "uvicorn")) -> str:
+SERVER = ("torch", "fastapi", "uvicorn")
+
+
+def machine(load: float, packages: Sequence[str] = SERVER) -> str:
     """The machine, its load before the run, the versions and the day, in one line."""
     found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
@@ -43,7 +46,14 @@ def machine(load: float, packages: Sequence[str] = ("torch", "fastapi", "uvicorn
     )
 
 
-def write_report(name: str, what: str, table: Table, load: float, notes: str = "") -> None:
+def write_report(
+    name: str,
+    what: str,
+    table: Table,
+    load: float,
+    notes: str = "",
+    packages: Sequence[str] = SERVER,
+) -> None:
     RESULTS.mkdir(exist_ok=True)
-    text = f"# bench/{name}.py\n\n{what}.\n\n{table}\n\n{machine(load)}\n"
+    text = f"# bench/{name}.py\n\n{what}.\n\n{table}\n\n{machine(load, packages)}\n"
     (RESULTS / f"{name}.md").write_text(text + (f"\n{notes.strip()}\n" if notes else ""))

@@ -110,8 +110,9 @@ class GrpoConfig(Config):
     """Longest sequence; a longer trajectory is dropped and counted. None is the model's limit."""
     logprob_calculation_chunk_size: int = Field(1024, ge=1)
     """Tokens whose logits are in memory at once."""
-    activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass: slower, with far less memory."""
+    activation_checkpointing: bool | None = None
+    """Recompute each layer in the backward pass: slower, with far less memory. None does so on a
+    GPU for as many layers as its free memory asks for."""
     plot_tensors: bool = False
     """Write a picture of the packed rows beside the checkpoint."""
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from trainer.architecture import Architecture, read_architecture
@@ -23,8 +24,9 @@ from trainer.attention import (
     cached,
     inverse_frequencies,
     rotations,
-)
+)  # fmt: skip
 from trainer.config import LoraConfig
+from trainer.fast import FastLayers
 from trainer.fused import lora_linear, rms_norm, rotate, swiglu
 from trainer.logprobs import chosen_logprobs
 from trainer.lora import (
@@ -35,7 +37,7 @@ from trainer.lora import (
     peft_config,
     read_lora_config,
     use_lora,
-)
+)  # fmt: skip
 from trainer.weights import hugging_face_names, place_weights
 
 with warnings.catch_warnings():
@@ -120,7 +122,9 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
     architecture: Architecture
     lora: LoraConfig | None
     frequencies: Tensor
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool | None = None
+    fast: FastLayers | None = None
+    """How packed rows run on a GPU."""
 
     def hidden(
         self,
@@ -179,12 +183,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
     ) -> Tensor | tuple[Tensor, Tensor]:
         """What `hidden` and `logprobs` give. One entry, since FSDP gathers weights at it."""
         view = self._view(tokens, mask, positions, cache, rows)
-        x = self.tok_embeddings(tokens)
-        for layer in self.layers:
-            if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(layer, x, view, use_reentrant=False)
-            else:
-                x = layer(x, view)
+        x = self._through_layers(self.tok_embeddings(tokens), view)
         if chosen is None:
             normed: Tensor = self.norm(x)
             return normed
@@ -192,6 +191,16 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         # Only the states that predict a chosen token go through the head.
         picked = self.norm(x.flatten(0, 1)[predictors])
         return chosen_logprobs(picked, self.head, targets, chunk=chunk)
+
+    def _through_layers(self, x: Tensor, view: View) -> Tensor:
+        if self.fast and isinstance(view.mask, BlockMask):
+            return self.fast(x, view, recompute=self.activation_checkpointing)
+        for layer in self.layers:
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(layer, x, view, use_reentrant=False)
+            else:
+                x = layer(x, view)
+        return x
 
     def _view(
         self,
@@ -237,7 +246,7 @@ def load_model(
     """
     architecture = read_architecture(directory)
     with torch.device("meta"):
-        policy = _assemble(architecture, lora)
+        policy = assemble(architecture, lora)
     policy.architecture = architecture
     policy.lora = lora
     policy.frequencies = inverse_frequencies(architecture.rope, architecture.head_dim, device)
@@ -249,7 +258,8 @@ def load_model(
     return policy
 
 
-def _assemble(architecture: Architecture, lora: LoraConfig | None) -> Policy:
+def assemble(architecture: Architecture, lora: LoraConfig | None) -> Policy:
+    """The policy without values: on the current device, or on `meta`."""
     embeddings = nn.Embedding(architecture.vocab_size, architecture.dim)
     return Policy(
         tok_embeddings=embeddings,

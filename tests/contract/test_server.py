@@ -162,4 +162,3 @@ async def test_the_real_art_client_trains_two_steps_and_sees_the_weights_change(
     assert first_logprob(old) != close
     await model.openai_client().close()
     await backend.close()
-

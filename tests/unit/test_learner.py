@@ -74,6 +74,7 @@ def test_a_new_run_starts_at_a_fresh_lora(tmp_path: Path) -> None:
 
 def test_a_step_streams_a_row_per_gradient_step_and_ends_in_a_checkpoint(tmp_path: Path) -> None:
     *rows, last = train(learner(), tmp_path, [*groups(0, 4), {"trajectories": []}])
+    assert set(last.pop("times")) == {"time/prepare_s", "time/gradient_s", "time/save_s"}
     assert last == {
         "checkpoint": str(tmp_path / "0001"),
         "step": 1,

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from trainer.attention import Mask
 from trainer.config import GrpoConfig
 from trainer.errors import Diverged, Unsupported
 from trainer.learner.grpo import LossInputs, grpo_loss
@@ -17,6 +19,7 @@ from trainer.learner.prepare import Metrics
 from trainer.learner.state import ADAPTER, State, read_tensors
 from trainer.learner.world import World
 from trainer.model import Policy, load_lora, lora_state
+from trainer.tree_mask import subtree_ends, tree_mask
 
 
 @dataclass(frozen=True)
@@ -156,10 +159,18 @@ class GradientSteps:
 
 def row_logprobs(policy: Policy, row: Row, *, chunk: int = 1024) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [N] of a row's chosen tokens."""
+    tokens, positions = row.tokens, row.positions
+    mask: Mask
+    if policy.fast is None:
+        mask = row.attention_mask()
+    else:
+        length = policy.fast.lengths.fit(row.room)
+        mask = tree_mask(subtree_ends(row.segments, row.ancestors), length)
+        tokens, positions = (pad(part, (0, length - len(part))) for part in (tokens, positions))
     return policy.logprobs(
-        row.tokens[None],
-        mask=row.attention_mask(),
-        positions=row.positions[None],
+        tokens[None],
+        mask=mask,
+        positions=positions[None],
         predictors=row.predictors,
         targets=row.targets,
         chunk=chunk,

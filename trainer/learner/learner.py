@@ -14,6 +14,8 @@ import torch
 from trainer import checkpoint, faults
 from trainer.config import GrpoConfig, LoraConfig, SftConfig, StepConfig
 from trainer.errors import OutOfMemory
+from trainer.fast import FastLayers
+from trainer.learner.clock import Clock
 from trainer.learner.gradient import GradientSteps
 from trainer.learner.pack import Row, pack
 from trainer.learner.plot import NAME as PICTURE
@@ -47,6 +49,7 @@ class Learner:
         self.device = device
         self.tokenizer = Tokenizer(directory)
         self.state: State | None = None
+        self._clock = Clock()
         self.loaded: tuple[Path, int] | None = None  # the run and step that `state` holds
 
     def prepare(self, checkpoints: Path, lora: LoraConfig | None) -> int:
@@ -71,6 +74,7 @@ class Learner:
         lora: LoraConfig | None,
     ) -> Iterator[dict[str, Any]]:
         """Yield the metrics of each gradient step, then the checkpoint that was made."""
+        self._clock = Clock()
         try:
             step = self._load(checkpoints, lora)
             faults.reached("learner-begins")
@@ -137,6 +141,7 @@ class Learner:
                 "step %s trains on nothing: %s", step + 1, ", ".join(reasons) or "no group"
             )
             yield prepared.metrics
+        self._clock.lap("time/prepare_s")
         steps = GradientSteps(
             state,
             config,
@@ -148,6 +153,7 @@ class Learner:
         for metrics in steps.run(batches):
             yield {**prepared.metrics, **metrics}
             faults.reached("learner-stepped")
+        self._clock.lap("time/gradient_s")
         path = self._save(
             state,
             checkpoints,
@@ -158,7 +164,7 @@ class Learner:
             rows=[row for batch in batches for row in batch] if config.plot_tensors else [],
         )
         self.loaded = (checkpoints, step + 1)
-        yield {"checkpoint": str(path), "step": step + 1, "dropped": prepared.dropped}
+        yield self._made(path, step + 1, prepared.dropped)
 
     def _train_sft(
         self,
@@ -186,7 +192,16 @@ class Learner:
                 yield {**prepared.metrics, **metrics}
         path = self._save(self.state, checkpoints, step + 1, lora, parent=step, config=config)
         self.loaded = (checkpoints, step + 1)
-        yield {"checkpoint": str(path), "step": step + 1, "dropped": prepared.dropped}
+        yield self._made(path, step + 1, prepared.dropped)
+
+    def _made(self, path: Path, step: int, dropped: list[dict[str, Any]]) -> dict[str, Any]:
+        self._clock.lap("time/save_s")
+        return {
+            "checkpoint": str(path),
+            "step": step,
+            "dropped": dropped,
+            "times": self._clock.laps,
+        }
 
     def _batches(self, prepared: Prepared, config: GrpoConfig) -> list[list[Row]]:
         """The rows of each gradient step, in an order drawn from the run's own generator."""
@@ -218,14 +233,21 @@ class Learner:
     def _new_state(self, lora: LoraConfig | None) -> State:
         # Every weight that is trained is kept in fp32: AdamW's steps are lost in bf16.
         dtype = torch.float32 if lora is None else self.dtype
-        policy = load_model(self.directory, lora=lora, dtype=dtype, device=self.device)
+        policy = self._load_policy(lora, dtype)
         self.world.shard(policy)
         return State(policy, seed=lora.seed if lora else 0)
 
     def _reference(self) -> Policy:
         """A frozen copy of the base model, for full finetuning under a KL penalty."""
-        policy = load_model(self.directory, lora=None, dtype=self.dtype, device=self.device)
+        policy = self._load_policy(None, self.dtype)
         policy.requires_grad_(False)
+        return policy
+
+    def _load_policy(self, lora: LoraConfig | None, dtype: torch.dtype) -> Policy:
+        policy = load_model(self.directory, lora=lora, dtype=dtype, device=self.device)
+        # Sharded weights are gathered by the layers' own forward passes, which `fast` goes round.
+        if self.device.type == "cuda" and self.world.size == 1:
+            policy.fast = FastLayers(policy.layers, policy.architecture)
         return policy
 
     def _load(self, checkpoints: Path, lora: LoraConfig | None) -> int:

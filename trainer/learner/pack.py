@@ -60,6 +60,8 @@ class Row:
     trajectories: int
     unshared: int
     """Tokens the row would have without sharing."""
+    room: int
+    """Tokens the row was packed to hold at most: the same for every row of a step."""
 
     def mask(self) -> Tensor:
         """[T, T] True where a query (first) may look at a key."""
@@ -188,7 +190,7 @@ def pack(samples: Sequence[Sample], *, length: int | None, share: bool = True) -
                 break
         else:
             bins.append([tree])
-    return [_row(trees) for trees in bins]
+    return [_row(trees, length) for trees in bins]
 
 
 def _trees(samples: Sequence[Sample], length: int, share: bool) -> list[Tree]:
@@ -210,7 +212,7 @@ def _trees(samples: Sequence[Sample], length: int, share: bool) -> list[Tree]:
     return trees
 
 
-def _row(trees: list[Tree]) -> Row:
+def _row(trees: list[Tree], room: int) -> Row:
     tokens: list[Ids] = []
     positions: list[Ids] = []
     segments: list[Ids] = []
@@ -247,6 +249,7 @@ def _row(trees: list[Tree]) -> Row:
         sequences=torch.tensor(columns[5]),
         trajectories=len({sample.trajectory for sample in samples}),
         unshared=sum(sample.inputs for sample in samples),
+        room=room,
     )
 
 

@@ -45,6 +45,7 @@ class Training:
         self._load = load
         self._metrics = metrics
         self._rows: list[Json] = []
+        self._times: dict[str, float] = {}
         self._changed = asyncio.Condition()
         self._error: Exception | None = None
         self.done = False
@@ -101,7 +102,9 @@ class Training:
                             raise
                         logger.warning("training again after: %s", error.message)
                 faults.reached("server-trained")
+                trained = time.monotonic()
                 canary = await self._load(self.model, step)
+                self._times["time/load_s"] = time.monotonic() - trained
                 self.model.step = step  # served, and only then
                 faults.reached("server-advanced")
             self._tell(canary, time.monotonic() - started)
@@ -130,6 +133,7 @@ class Training:
         ):
             if "checkpoint" in row:
                 step = int(row["step"])
+                self._times |= row.get("times", {})
                 continue
             self._rows.append(row)
             self.model.journal.row(row)
@@ -163,7 +167,7 @@ class Training:
             if self.request.config.get("kind") != "sft"  # there rewards mean nothing
         ]
         line = {"step": model.step, "recorded_at": time.time(), **means}
-        line |= {"time/step_s": seconds, "canary/logprob_difference": canary}
+        line |= {"time/step_s": seconds, **self._times, "canary/logprob_difference": canary}
         line["data/step_num_truncated"] = sum(
             choice.get("finish_reason") == "length" for choice in choices_of(self.request.groups)
         )

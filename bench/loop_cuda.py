@@ -1,0 +1,106 @@
+"""Where the time of a step goes on a GPU: sample, train, load, and the rest, with random rewards.
+
+    trainer serve --engine vllm --base-model DIR &
+    python bench/loop_cuda.py --base-model DIR [--groups 4] [--size 16] [--tokens 256]
+
+Each step samples `groups` groups over the OpenAI API, rewards them at random and trains on them
+over ART's protocol: the way of any agent, with nothing of the agent in it.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+Json = dict[str, Any]
+WORDS = ("north", "east", "river", "stone", "candle", "winter", "letter", "garden", "silver")
+
+
+async def group(client: httpx.AsyncClient, asked: argparse.Namespace, name: str) -> Json:
+    """A group of completions to one prompt, rewarded at random."""
+    text = " ".join(random.choice(WORDS) for _ in range(asked.prompt))
+    message = {"role": "user", "content": text}
+    answer = await client.post(
+        f"http://127.0.0.1:{asked.openai_port}/v1/chat/completions",
+        json={
+            "model": name,
+            "messages": [message],
+            "n": asked.size,
+            "max_tokens": asked.tokens,
+            "temperature": 1.0,
+            "logprobs": True,
+        },
+    )
+    answer.raise_for_status()
+    return {
+        "trajectories": [
+            {"messages_and_choices": [message, choice], "reward": random.random()}
+            for choice in answer.json()["choices"]
+        ]
+    }
+
+
+async def train(client: httpx.AsyncClient, asked: argparse.Namespace, model: Json) -> Json:
+    """One step: its own times, and the server's row about it."""
+    started = time.monotonic()
+    groups = await asyncio.gather(
+        *(group(client, asked, model["name"]) for _ in range(asked.groups))
+    )
+    sampled = time.monotonic()
+    answer = await client.post(
+        f"http://127.0.0.1:{asked.port}/_train_model",
+        json={
+            "model": model,
+            "trajectory_groups": groups,
+            "config": {"learning_rate": 1e-5},
+            "dev_config": {"packed_sequence_length": asked.row},
+        },
+    )
+    if answer.status_code != 200:
+        raise SystemExit(answer.text)
+    done = time.monotonic()
+    path = Path(asked.state_dir, model["project"], "models", model["name"], "history.jsonl")
+    row = json.loads(path.read_text().splitlines()[-1])
+    return {"sample_s": sampled - started, "train_call_s": done - sampled, **row}
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--base-model", required=True)
+    parser.add_argument("--state-dir", default=".art")
+    parser.add_argument("--groups", type=int, default=4)
+    parser.add_argument("--size", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=400, help="words of a prompt")
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--row", type=int, default=8192, help="tokens of a packed row")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--port", type=int, default=7999)
+    parser.add_argument("--openai-port", type=int, default=8000)
+    asked = parser.parse_args()
+    model = {
+        "name": "loop",
+        "project": "bench",
+        "base_model": asked.base_model,
+        "trainable": True,
+    }
+    limits = httpx.Timeout(900)
+    async with httpx.AsyncClient(timeout=limits) as client:
+        control = f"http://127.0.0.1:{asked.port}"
+        for route, body in (
+            ("register", model),
+            ("_prepare_backend_for_training", {"model": model, "config": {}}),
+        ):
+            answer = await client.post(f"{control}/{route}", json=body)
+            if answer.status_code != 200:
+                raise SystemExit(answer.text)
+        for _ in range(asked.steps):
+            print(json.dumps(await train(client, asked, model)), flush=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,117 @@
+"""Shapes and rows the GPU benchmarks run: random weights, and token counts that are stated."""
+
+import random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.architecture import parse_architecture
+from trainer.attention import inverse_frequencies
+from trainer.config import LoraConfig
+from trainer.fast import FastLayers
+from trainer.learner.pack import Row, Sample, pack
+from trainer.model import Policy, assemble, init_lora
+
+Config = dict[str, Any]
+
+QWEN25_7B: Config = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 152_064,
+    "hidden_size": 3584,
+    "intermediate_size": 18_944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_4B: Config = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151_936,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+
+
+def random_policy(
+    config: Config,
+    rank: int,
+    device: torch.device,
+    *,
+    fast: bool = True,
+    limit: int | None = None,
+) -> Policy:
+    """A policy of that shape in bf16 with random weights, and a LoRA that is not zero.
+
+    With a `limit` it keeps its memory within so many bytes.
+    """
+    architecture = parse_architecture(config)
+    lora = LoraConfig(rank=rank, alpha=2.0 * rank)
+    with torch.device("meta"):
+        policy = assemble(architecture, lora)
+    policy.architecture, policy.lora = architecture, lora
+    policy.frequencies = inverse_frequencies(architecture.rope, architecture.head_dim, device)
+    generator = torch.Generator(device).manual_seed(0)
+    state = {}
+    for name, parameter in policy.named_parameters():
+        if name.endswith(".scale"):
+            state[name] = torch.ones(parameter.shape, device=device)
+        elif ".lora_" not in name:
+            value = torch.empty(parameter.shape, device=device, dtype=torch.bfloat16)
+            state[name] = value.normal_(std=0.02, generator=generator)
+    policy.load_state_dict(state, strict=False, assign=True)
+    policy.requires_grad_(False)
+    init_lora(policy, 0, device=device)
+    for name, parameter in policy.trainable().items():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.01)
+    policy.eval()
+    if fast:
+        free = None if limit is None else lambda device: limit - torch.cuda.memory_allocated(device)
+        policy.fast = FastLayers(policy.layers, policy.architecture, free=free)
+    return policy
+
+
+def random_row(
+    groups: int, size: int, prompt: int, completion: int, device: torch.device, seed: int = 0
+) -> Row:
+    """One packed row: `size` completions to each of `groups` prompts, every shared prompt once."""
+    chance = random.Random(seed)
+    samples = []
+    for group in range(groups):
+        shared = [chance.randrange(1000, 100_000) for _ in range(prompt)]
+        for member in range(size):
+            own = [chance.randrange(1000, 100_000) for _ in range(completion)]
+            samples.append(
+                Sample(
+                    ids=shared + own,
+                    mask=[False] * prompt + [True] * completion,
+                    logprobs=[-1.0] * (prompt + completion),
+                    advantage=1.0,
+                    weight=1.0,
+                    group=group,
+                    trajectory=group * size + member,
+                )
+            )
+    (row,) = pack(samples, length=groups * (prompt + size * completion))
+    return row.to(device)
+
+
+def weighted_loss(logprobs: Tensor) -> Tensor:
+    """A loss whose gradient is not the same for every token."""
+    return (logprobs * torch.linspace(-1, 1, len(logprobs), device=logprobs.device)).mean()

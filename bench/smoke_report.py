@@ -1,0 +1,47 @@
+"""The table of a run of `scripts/gpu-smoke`: where each step's time went, and the mismatch."""
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.report import Table
+
+TIMES = ("prepare", "gradient", "save", "load")
+
+
+def rows_of(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def main() -> None:
+    out = Path(sys.argv[1])
+    steps = rows_of(out / "history.jsonl")
+    # Sampling is timed by who samples: the harness or the benchmark's loop.
+    outside = rows_of(out / "training_metrics.jsonl") or rows_of(out / "steps.jsonl")
+    table = Table(["step", "reward", "sample s", *(f"{t} s" for t in TIMES), "other s", "gap"])
+    for row, their in zip(steps, outside, strict=False):
+        sample = their.get("time/sample_s", their.get("sample_s", float("nan")))
+        call = their.get("time/train_s", their.get("train_call_s", float("nan")))
+        parts = [row.get(f"time/{name}_s", 0.0) for name in TIMES]
+        cells = [sample, *parts, call - sum(parts)]
+        table.add(
+            [
+                f"{row['step']:.0f}",
+                f"{row.get('train/reward', float('nan')):.3f}",
+                *(f"{value:.2f}" for value in cells),
+                f"{row.get('loss/sampler_gap', float('nan')):.4f}",
+            ]
+        )
+    print(table)
+    gaps = [row["loss/sampler_gap"] for row in steps if "loss/sampler_gap" in row]
+    checks = [row["canary/logprob_difference"] for row in steps]
+    if gaps:
+        print(f"\nEngine against learner, mean absolute logprob: {statistics.mean(gaps):.4f} on")
+        print(f"what was trained, {statistics.mean(checks):.4f} on the canary's prompt.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""The learner on a CUDA card: what is packed, shared and compiled gives what each sequence gives.
+
+Bounds are in bf16's own terms: the error against fp32 may not exceed that of plain bf16 layers on
+each sequence alone by more than half.
+"""
+
+import logging
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.architecture import parse_architecture
+from trainer.attention import inverse_frequencies
+from trainer.config import LoraConfig
+from trainer.fast import FastLayers
+from trainer.learner.gradient import row_logprobs
+from trainer.learner.pack import Row, Sample, pack
+from trainer.model import Policy, assemble, init_lora
+
+logger = logging.getLogger(__name__)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card"),
+    # torch's own: compiled code warns of what its next versions change.
+    pytest.mark.filterwarnings("ignore"),
+]
+SHAPE = {
+    "vocab_size": 20_000,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
+Gradients = dict[str, Tensor]
+
+
+def policy_of(family: str, dtype: torch.dtype, *, fast: bool) -> Policy:
+    """The same random weights in whatever dtype."""
+    device = torch.device("cuda")
+    lora = LoraConfig(rank=8)
+    architecture = parse_architecture({"model_type": family, **SHAPE})
+    torch.manual_seed(0)
+    policy = assemble(architecture, lora)
+    policy.architecture, policy.lora = architecture, lora
+    policy.frequencies = inverse_frequencies(architecture.rope, architecture.head_dim, device)
+    for name, parameter in policy.named_parameters():
+        parameter.data = parameter.data.to(
+            device, torch.float32 if name.endswith(".scale") else dtype
+        )
+    policy.tok_embeddings.weight.data *= 0.05  # logits of a real model's size, not of N(0, 512)
+    policy.requires_grad_(False)
+    init_lora(policy, 0, device=device)
+    for name, parameter in policy.trainable().items():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.05, generator=torch.Generator("cuda").manual_seed(1))
+    if fast:
+        policy.fast = FastLayers(policy.layers, policy.architecture)
+    return policy
+
+
+def samples_of(seed: int, *, groups: int = 3, size: int = 6, longest: int = 120) -> list[Sample]:
+    chance = random.Random(seed)
+    found = []
+    for group in range(groups):
+        prompt = [chance.randrange(20_000) for _ in range(chance.randint(20, longest))]
+        # Half of a group forks a second time, as turns of a conversation do.
+        turn = [chance.randrange(20_000) for _ in range(30)]
+        for member in range(size):
+            before = prompt + turn * (member % 2)
+            own = [chance.randrange(20_000) for _ in range(chance.randint(5, longest))]
+            ids = before + own
+            mask = [False] * len(before) + [True] * len(own)
+            found.append(Sample(ids, mask, [0.0] * len(ids), 1.0, 1.0, group, len(found)))
+    return found
+
+
+def logprobs_and_gradients(policy: Policy, rows: list[Row]) -> tuple[dict[int, Tensor], Gradients]:
+    """Logprobs by target's place in all samples, and the gradients of a weighted sum."""
+    parameters = policy.trainable()
+    for parameter in parameters.values():
+        parameter.grad = None
+    found: dict[int, Tensor] = {}
+    for row in rows:
+        row = row.to(torch.device("cuda"))
+        logprobs, _ = row_logprobs(policy, row)
+        (logprobs * row.advantages).sum().backward()
+        for key, value in zip(row.sampler_logprobs.tolist(), logprobs.detach(), strict=True):
+            found[int(key)] = value
+    return found, {name: parameter.grad.clone() for name, parameter in parameters.items()}
+
+
+def named(samples: list[Sample]) -> list[Sample]:
+    """Number the tokens in `logprobs`, so that one is found again however it was packed."""
+    at = 0
+    for sample in samples:
+        sample.logprobs = [float(at + index) for index in range(len(sample.ids))]
+        sample.advantage = 1.0 if sample.trajectory % 2 else -0.5
+        at += len(sample.ids)
+    return samples
+
+
+def errors(
+    found: tuple[dict[int, Tensor], Gradients], exact: tuple[dict[int, Tensor], Gradients]
+) -> tuple[float, float, float]:
+    """Mean and greatest error of the logprobs, and relative error of all gradients together."""
+    assert found[0].keys() == exact[0].keys()
+    gaps = torch.stack([(found[0][key] - exact[0][key]).abs() for key in exact[0]])
+    off = sum((found[1][n] - exact[1][n]).norm() ** 2 for n in exact[1]) ** 0.5
+    size = sum(exact[1][n].norm() ** 2 for n in exact[1]) ** 0.5
+    return gaps.mean().item(), gaps.max().item(), float(off / size)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_packed_shared_and_compiled_is_as_exact_as_each_sequence_alone(
+    family: str, recompute: bool
+) -> None:
+    samples = named(samples_of(0))
+    alone = [row for sample in samples for row in pack([sample], length=512)]
+    packed = pack(samples, length=2048)
+    assert len(packed) < len(alone) and packed[0].unshared > len(packed[0].tokens)
+    exact = logprobs_and_gradients(policy_of(family, torch.float32, fast=False), alone)
+    plain = logprobs_and_gradients(policy_of(family, torch.bfloat16, fast=False), alone)
+    fast = policy_of(family, torch.bfloat16, fast=True)
+    fast.activation_checkpointing = recompute
+    ours = errors(logprobs_and_gradients(fast, packed), exact)
+    theirs = errors(plain, exact)
+    logger.info("%s recompute=%s: ours %s, plain bf16 %s", family, recompute, ours, theirs)
+    assert all(mine <= 1.5 * other for mine, other in zip(ours, theirs, strict=True))
+
+
+def test_fp32_on_the_gpu_is_the_cpu_path_to_rounding() -> None:
+    samples = named(samples_of(1))
+    packed = pack(samples, length=2048)
+    exact = logprobs_and_gradients(policy_of("qwen2", torch.float32, fast=False), packed)
+    fast = logprobs_and_gradients(policy_of("qwen2", torch.float32, fast=True), packed)
+    mean, greatest, gradient = errors(fast, exact)
+    logger.info("fp32: mean %s, greatest %s, gradient %s", mean, greatest, gradient)
+    assert greatest < 2e-3 and gradient < 2e-3  # tf32 inside flex attention's products
+
+
+def test_nothing_is_compiled_after_the_third_step_of_varying_lengths() -> None:
+    from torch._dynamo.utils import counters
+
+    policy = policy_of("qwen2", torch.bfloat16, fast=True)
+    graphs = []
+    for step in range(10):
+        chance = random.Random(step)
+        samples = named(
+            samples_of(
+                step,
+                groups=chance.randint(2, 9),
+                size=chance.randint(2, 12),
+                longest=chance.randint(40, 400),
+            )
+        )
+        logprobs_and_gradients(policy, pack(samples, length=4096))
+        graphs.append(counters["stats"]["unique_graphs"])
+    logger.info("graphs after each step: %s", graphs)
+    assert graphs[-1] == graphs[2]

@@ -1,0 +1,31 @@
+"""As little is computed again as the memory allows, in the order of what it costs."""
+
+from trainer.activations import FASTEST, LEAN, plan
+from trainer.architecture import parse_architecture
+
+SEVEN_B = parse_architecture(
+    {
+        "model_type": "qwen2",
+        "vocab_size": 152_064,
+        "hidden_size": 3584,
+        "intermediate_size": 18_944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+    }
+)
+GIB = 2**30
+
+
+def test_less_memory_recomputes_more_layers_until_all_are() -> None:
+    plans = [plan(SEVEN_B, 8192, free * GIB) for free in (80, 40, 28, 20, 10, 2)]
+    assert plans[0] == FASTEST
+    assert plans[2].budget == LEAN and plans[2].recomputed == 0
+    recomputed = [plan.recomputed for plan in plans]
+    assert recomputed == sorted(recomputed) and recomputed[-1] == SEVEN_B.layers
+
+
+def test_what_is_counted_is_what_was_measured_on_a_gpu() -> None:
+    # One H200: 49.3 GiB at the fastest and 38.4 GiB at the lean plan, of which weights are 14.2.
+    assert plan(SEVEN_B, 8192, int(38.5 * GIB)) == FASTEST
+    assert plan(SEVEN_B, 8192, int(34.0 * GIB)).recomputed == 0

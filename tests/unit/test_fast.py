@@ -1,0 +1,50 @@
+"""The layers of a GPU compute what those of a CPU do: here without a gradient."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.base_models import resolve
+from trainer.config import LoraConfig
+from trainer.fast import FastLayers
+from trainer.learner.gradient import row_logprobs
+from trainer.learner.pack import Sample, pack
+from trainer.model import Policy, load_model, lora_state
+
+# torch's own: tracing imports modules that warn of their futures.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def policy() -> Policy:
+    directory: Path = resolve("tiny-random")
+    # Not every layer has a LoRA: those that have none lie in the same product.
+    lora = LoraConfig(targets=("q_proj", "v_proj", "up_proj", "down_proj"))
+    policy = load_model(directory, lora=lora, dtype=torch.float32, device=torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    for tensor in lora_state(policy).values():
+        tensor.normal_(std=0.05, generator=generator)
+    return policy
+
+
+@torch.no_grad()
+def test_joined_and_padded_layers_give_the_same_logprobs(policy: Policy) -> None:
+    chance = random.Random(0)
+    prompt = [chance.randrange(200) for _ in range(40)]
+    samples = []
+    for member in range(4):
+        own = [chance.randrange(200) for _ in range(chance.randint(5, 30))]
+        mask = [False] * len(prompt) + [True] * len(own)
+        ids = prompt + own
+        samples.append(Sample(ids, mask, [0.0] * len(ids), 1.0, 1.0, 0, member))
+    (row,) = pack(samples, length=512)
+    before = lora_state(policy).keys()
+    plain, plain_entropies = row_logprobs(policy, row)
+    policy.fast = FastLayers(policy.layers, policy.architecture, backend="eager")
+    fast, entropies = row_logprobs(policy, row)
+    torch.testing.assert_close(fast, plain, atol=1e-4, rtol=0)
+    torch.testing.assert_close(entropies, plain_entropies, atol=1e-4, rtol=0)
+    assert lora_state(policy).keys() == before
+    torch.testing.assert_close(row_logprobs(policy, row)[0], fast)
