@@ -34,7 +34,7 @@ def test_both_ports_answer_health(serving: Any, path: str) -> None:
 
 def test_a_completion_carries_exact_tokens_and_logprobs_unasked(chat: Any) -> None:
     answer = chat.create(
-        model=BASE, messages=[{"role": "user", "content": "hi"}], max_tokens=5, n=2
+        model=f"{BASE}@base", messages=[{"role": "user", "content": "hi"}], max_tokens=5, n=2
     )
     assert len(answer.choices) == 2
     for choice in answer.choices:

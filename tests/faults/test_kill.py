@@ -1,5 +1,6 @@
 """`kill -9` of server, engine and learner at every point of a step changes no checkpoint."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def groups(step: int) -> list[dict[str, Any]]:
     return [{"trajectories": [trajectory(number) for number in range(3)]}]
 
 
-def train(serving: Serving, step: int) -> list[str]:
+def train(serving: Serving, step: int) -> list[dict[str, float]]:
     """One step as a patient client takes it: when the server dies, register and ask again."""
     body = {
         "model": MODEL,
@@ -58,11 +59,15 @@ def train(serving: Serving, step: int) -> list[str]:
             answer = httpx.post(f"{serving.control}/_train_model", json=body, timeout=120)
             answer.raise_for_status()
             assert serving.post("/_get_step", MODEL) == step
-            return answer.text.splitlines()
+            return [_untimed(json.loads(line)) for line in answer.text.splitlines()]
         except httpx.TransportError:
             serving.process.wait(30)
             serving.start()
     raise AssertionError(f"step {step} was not trained")
+
+
+def _untimed(row: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if not name.startswith("time/")}
 
 
 def hashes(serving: Serving) -> dict[str, Any]:
