@@ -248,8 +248,8 @@ async def test_a_request_that_is_left_is_cancelled(engine: Engine) -> None:
     async with aclosing(engine.sample(request)) as deltas:  # type: ignore[type-var]
         async for _ in deltas:
             break
-    task = asyncio.create_task(sample(engine, n=16, max_tokens=1500))
-    await asyncio.sleep(0.5)
+    task = asyncio.create_task(sample(engine, n=64, max_tokens=1500))
+    await asyncio.sleep(0.02)  # begun, and far from its end: a random model stops by chance
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -285,9 +285,10 @@ async def test_a_dead_engine_is_told_and_lives_again_with_its_loras(
     request = {"lora": f"lives{engine.name}@1", "temperature": 0, "max_tokens": 4}
     await engine.load(request["lora"], path)
     (before,) = await sample(engine, **request)
-    long = asyncio.create_task(sample(engine, max_tokens=1900, n=4))
-    await asyncio.sleep(0.5)
-    os.kill(process_of(engine), signal.SIGKILL)
+    victim = process_of(engine)
+    long = asyncio.create_task(sample(engine, max_tokens=1900, n=64))
+    await asyncio.sleep(0.05)  # begun, and far from its end: a random model stops by chance
+    os.kill(victim, signal.SIGKILL)
     with pytest.raises(WorkerDied, match=r"(The engine|vLLM).*killed"):
         await long
     await engine.load(request["lora"], path)
