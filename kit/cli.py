@@ -3,6 +3,7 @@
 stdout is data, stderr is for people. Exit codes: 0 done, 1 our error, 2 usage.
 """
 
+import importlib.metadata
 import json
 import os
 import sys
@@ -12,6 +13,14 @@ from typing import Any
 import click
 
 from kit.errors import KitError
+
+
+def version() -> str:
+    """The installed version; the code may also run from a bare checkout on the path."""
+    try:
+        return importlib.metadata.version("art-cluster")
+    except importlib.metadata.PackageNotFoundError:
+        return "0.dev"
 
 
 def note(message: str) -> None:

@@ -1,7 +1,6 @@
 """`launcher`: the program on the laptop. Commands parse, call and print; nothing else."""
 
 import contextlib
-import importlib.metadata
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ HOME = Path("checkpoints")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(importlib.metadata.version("art-cluster"), prog_name="launcher")
+@click.version_option(kit.cli.version(), prog_name="launcher")
 def cli() -> None:
     """Rent a cluster, train on it, bring the checkpoints home, tear it down.
 

@@ -1,6 +1,5 @@
 """`trainer`: the program where the model is. Commands parse, call and print; nothing else."""
 
-import importlib.metadata
 import logging
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ ENGINES = ["auto", "vllm", "embedded"]
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(importlib.metadata.version("art-cluster"), prog_name="trainer")
+@click.version_option(kit.cli.version(), prog_name="trainer")
 def cli() -> None:
     """Serve and train a model with GRPO where it lives.
 
