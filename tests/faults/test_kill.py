@@ -76,7 +76,8 @@ def hashes(serving: Serving) -> dict[str, Any]:
 
 
 def sample(serving: Serving) -> int:
-    ask = {"model": "run", "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
+    ask: dict[str, Any] = {"model": "run", "messages": [{"role": "user", "content": "x"}]}
+    ask |= {"n": 16, "max_tokens": 4}  # a random model may stop at once, but not sixteen times
     answer = httpx.post(f"{serving.openai}/v1/chat/completions", json=ask, timeout=60)
     answer.raise_for_status()
     return int(answer.json()["policy_step"])
