@@ -105,10 +105,10 @@ def _learning_rate(history: list[Json]) -> Finding | None:
             f"The learning rate is {rate:.1e}, too small for a LoRA to move",
             "Try `learning_rate` 1e-5 to 1e-4",
         )
-    gradients = _mean(history, "loss/entropy")
-    if gradients is not None and gradients < 0.01:
+    entropy = _mean(history, "loss/entropy")
+    if entropy is not None and entropy < 0.01:
         return Finding(
-            f"The policy has collapsed (entropy {gradients:.3f}) at learning rate {rate:.1e}",
+            f"The policy has collapsed (entropy {entropy:.3f}) at learning rate {rate:.1e}",
             "Start again from an earlier step with a lower `learning_rate`, or add a KL penalty",
         )
     return None

@@ -63,8 +63,7 @@ def test_a_base_model_that_is_not_there_is_told(tmp_path: Path) -> None:
 
 
 def test_a_missing_extra_is_told_with_the_command_that_mends_it(tmp_path: Path) -> None:
-    # An environment without the extras: our own packages and the base dependencies alone.
-    (tmp_path / "torch.py").write_text("")
+    # As in an environment without the extras: torch is not to be found.
     code = (
         "import importlib.util, sys\n"
         "find = importlib.util.find_spec\n"

@@ -31,7 +31,6 @@ CREATE TABLE IF NOT EXISTS completions (
 );
 CREATE INDEX IF NOT EXISTS by_fingerprint ON completions (fingerprint);
 CREATE INDEX IF NOT EXISTS by_content ON completions (content);
-CREATE INDEX IF NOT EXISTS by_rollout ON completions (rollout);
 """
 
 
@@ -87,10 +86,6 @@ class Ledger:
         content = (choice.get("message") or {}).get("content") or ""
         rows = self._rows("content", _digest(content.encode())) if content else []
         return rows[0] if len(rows) == 1 else None
-
-    def rollout(self, rollout: str) -> list[Entry]:
-        """The choices sampled under one rollout's base URL, in their order."""
-        return self._rows("rollout", rollout)
 
     def forget(self, model: str, *, before: int) -> None:
         """Drop a model's entries of steps below `before`: nobody trains on them any more."""

@@ -90,13 +90,7 @@ def _refused(section: str, part: Json) -> list[str]:
 
 def lora_config(model: ModelWire, default: LoraConfig) -> LoraConfig:
     """The LoRA a model asks for through `peft_args`, else the server's default."""
-    names = {
-        "r": "rank",
-        "lora_alpha": "alpha",
-        "target_modules": "targets",
-        "random_state": "seed",
-    }
-    asked = {names[key]: value for key, value in model.section("peft_args").items() if key in names}
+    asked = {_PEFT[key]: value for key, value in model.section("peft_args").items() if key in _PEFT}
     return _settings(LoraConfig, {**default.model_dump(), **asked}, "peft_args")
 
 
