@@ -17,7 +17,7 @@ from trainer.learner.handle import Learner
 from trainer.server.canary import logprob_difference
 from trainer.server.gate import Gate
 from trainer.server.journal import Journal, Request, digest
-from trainer.server.ledger import Entry, Ledger, choices_of
+from trainer.server.ledger import Entry, Ledger
 from trainer.server.metrics import Metrics
 from trainer.server.models import Model, Models
 from trainer.server.rollouts import Rollouts
@@ -187,11 +187,12 @@ class Backend:
     # Sampling
 
     async def sample(
-        self, name: str, request: SampleRequest, *, rollout: str | None = None
+        self, name: str, request: SampleRequest, *, stream: bool, rollout: str | None = None
     ) -> AsyncIterator[tuple[int, Delta]]:
         """Yield (policy step, delta), and record every choice that finishes.
 
         The name is resolved once training is over, not before: who waits gets the new weights.
+        Without `stream` the deltas come all at once, so that an engine's death loses none.
         """
         async with self._gate.sampling():
             self.last_activity = time.monotonic()
@@ -199,7 +200,7 @@ class Backend:
             request = model.fit(request, step) if model else request
             choices: dict[int, Delta] = {}
             with model.used(step) if model else contextlib.nullcontext():
-                async for delta in self._sample(model, step, request):
+                async for delta in self._sample(model, step, request, stream=stream):
                     choice = choices.setdefault(delta.index, Delta(delta.index))
                     choice.extend(delta)
                     if choice.finish_reason:
@@ -208,7 +209,7 @@ class Backend:
             self.last_activity = time.monotonic()
 
     async def _sample(
-        self, model: Model | None, step: int, request: SampleRequest
+        self, model: Model | None, step: int, request: SampleRequest, *, stream: bool
     ) -> AsyncIterator[Delta]:
         """Sample, once more if the engine died before anything was given out."""
         assert self._engine  # no name is found before there is one
@@ -217,8 +218,14 @@ class Backend:
             try:
                 if model is not None:
                     await self._load(model, step)
+                held: list[Delta] = []
                 async for delta in self._engine.sample(request):
-                    given = True
+                    if stream:
+                        given = True
+                        yield delta
+                    else:
+                        held.append(delta)
+                for delta in held:
                     yield delta
                 return
             except WorkerDied as error:
@@ -270,13 +277,7 @@ class Backend:
             raise Conflict(
                 f"Model `{model.name}` is training already", hint="Wait for that step to end"
             )
-        for choice in choices_of(request.trajectory_groups):
-            if entry := self.ledger.find(choice):
-                choice["art"] = {
-                    "prompt_ids": entry.prompt_ids,
-                    "completion_ids": entry.completion_ids,
-                    "logprobs": entry.logprobs,
-                }
+        self.ledger.recall(request.trajectory_groups)
         journaled = Request(
             step=model.step + 1,
             digest=identity,

@@ -77,6 +77,16 @@ class Ledger:
             ),
         )
 
+    def recall(self, groups: list[Json]) -> None:
+        """Write into every choice that was sampled here the exact tokens it was sampled as."""
+        for choice in choices_of(groups):
+            if entry := self.find(choice):
+                choice["art"] = {
+                    "prompt_ids": entry.prompt_ids,
+                    "completion_ids": entry.completion_ids,
+                    "logprobs": entry.logprobs,
+                }
+
     def find(self, choice: Json) -> Entry | None:
         """The entry of a choice: by its tokens and logprobs, else by its text if that is unique."""
         tokens = exact_tokens(choice)

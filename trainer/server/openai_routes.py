@@ -186,7 +186,7 @@ def routes(backend: Backend) -> APIRouter:
         asked = body.sample_request(backend.tokenizer)
         rollout = request.path_params.get("rollout")
         answer = Answer(body.model, asked.prompt_ids, tools=bool(body.tools))
-        deltas = backend.sample(body.model, asked, rollout=rollout)
+        deltas = backend.sample(body.model, asked, stream=bool(body.stream), rollout=rollout)
 
         def keep() -> None:
             if rollout:
