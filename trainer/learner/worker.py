@@ -19,7 +19,7 @@ from kit.errors import KitError
 from trainer import channel
 from trainer.base_models import resolve
 from trainer.config import LoraConfig, read_step_config
-from trainer.device import default_device, default_dtype
+from trainer.device import default_device, default_dtype, keep_freed_memory
 from trainer.learner.learner import Learner
 from trainer.learner.world import World, join, start_others
 
@@ -80,6 +80,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto")
     parser.add_argument("--processes", type=int, default=max(torch.cuda.device_count(), 1))
     arguments = parser.parse_args()
+    keep_freed_memory()
     device, directory = default_device(), resolve(arguments.base_model)
     dtype = DTYPES.get(arguments.dtype) or default_dtype(directory, device)
     world = _join(arguments.processes, device)
