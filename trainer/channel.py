@@ -20,9 +20,11 @@ from typing import Any
 from kit.errors import KitError
 from trainer import errors
 from trainer.errors import WorkerDied
+from trainer.pieces import is_large, pieces
 
 logger = logging.getLogger(__name__)
 FD_VARIABLE = "ART_CHANNEL_FD"
+CHUNK = 1 << 20
 LIMIT = 1 << 30  # bytes in one line: a train request holds every trajectory of a step
 Json = dict[str, Any]
 
@@ -80,7 +82,7 @@ class Worker:
 
     async def call(self, method: str, **params: Any) -> Any:
         """Call `method` and return its result."""
-        answers = self._send(method, params)
+        answers = self._send(method, json.dumps(params).encode())
         try:
             while True:
                 answer = await answers.get()
@@ -91,7 +93,11 @@ class Worker:
 
     async def stream(self, method: str, **params: Any) -> AsyncIterator[Json]:
         """Call `method` and yield its rows; one that is left early is cancelled."""
-        answers = self._send(method, params)
+        if any(map(is_large, params.values())):  # a step's groups: others are answered meanwhile
+            text = await asyncio.to_thread(lambda: "".join(pieces(params)).encode())
+        else:
+            text = json.dumps(params).encode()
+        answers = self._send(method, text)
         call, answer = self._next_id, dict[str, Any](row={})
         try:
             while "row" in (answer := await answers.get()):
@@ -100,7 +106,7 @@ class Worker:
         finally:
             self._forget(answers)
             if "row" in answer and self.running:
-                self._write({"id": call, "method": "cancel", "params": {}})
+                self._write(call, "cancel", b"{}")
 
     async def stop(self) -> None:
         """End the process: politely first, then not."""
@@ -116,18 +122,19 @@ class Worker:
         for task in self._tasks:
             task.cancel()
 
-    def _send(self, method: str, params: Json) -> asyncio.Queue[Json]:
+    def _send(self, method: str, params: bytes) -> asyncio.Queue[Json]:
         if not self.running or self._writer is None or self._writer.is_closing():
             raise self._died()
         self._next_id += 1
         answers: asyncio.Queue[Json] = asyncio.Queue()
         self._answers[self._next_id] = answers
-        self._write({"id": self._next_id, "method": method, "params": params})
+        self._write(self._next_id, method, params)
         return answers
 
-    def _write(self, message: Json) -> None:
+    def _write(self, call: int, method: str, params: bytes) -> None:
         assert self._writer
-        self._writer.write(json.dumps(message).encode() + b"\n")
+        head = f'{{"id": {call}, "method": "{method}", "params": '
+        self._writer.write(head.encode() + params + b"}\n")
 
     def _forget(self, answers: asyncio.Queue[Json]) -> None:
         self._answers = {key: queue for key, queue in self._answers.items() if queue is not answers}
@@ -176,14 +183,14 @@ class Channel:
         # A worker that outlives a killed server could write a checkpoint its successor writes too.
         die_with_parent(signal.SIGKILL)
         self._socket = socket.socket(fileno=int(os.environ[FD_VARIABLE]))
-        self._buffer = b""
+        self._buffer = bytearray()
         self.open = True
 
     def poll(self, *, wait: bool) -> Iterator[tuple[int, str, Json]]:
         """Yield the calls that have arrived; with `wait`, block until there is one."""
         self._socket.setblocking(wait)
         try:
-            while self.open and b"\n" not in self._buffer:
+            while self.open and b"\n" not in self._buffer[-CHUNK:]:
                 self._receive()
             self._socket.setblocking(False)
             while self.open:
@@ -196,7 +203,7 @@ class Channel:
             yield call["id"], call["method"], call["params"]
 
     def _receive(self) -> None:
-        chunk = self._socket.recv(1 << 20)
+        chunk = self._socket.recv(CHUNK)
         self._buffer += chunk
         self.open = bool(chunk)
 

@@ -163,6 +163,8 @@ def _plain(config: Any) -> Json:
 def _settings(given: Json) -> Json:
     """Arguments of ART's `train` as the settings of a step; all others pass as they are."""
     asked = dict(given)
+    if "adam_params" in asked:
+        asked["adam_params"] = _plain(asked["adam_params"])  # Tinker's are an object
     if "loss_fn" in asked:
         loss = asked.pop("loss_fn")
         if loss not in ("cispo", "ppo"):

@@ -204,6 +204,8 @@ class ServerConfig(Config):
     """Exit after this many minutes without sampling or training; 0 stays."""
     max_hours: Annotated[float, Env("ART_MAX_HOURS")] = Field(0, ge=0)
     """Exit after this many hours whatever happens; 0 stays."""
+    wandb_api_key: Annotated[SecretStr | None, Env("WANDB_API_KEY")] = None
+    """Key of Weights & Biases, where every model then has a run; None reports nowhere."""
     lora: LoraConfig = LoraConfig()
     """Shape of the LoRA of a new model."""
 
