@@ -105,6 +105,11 @@ class ArtBackend:
             yield row
         await self._moved(model)
 
+    async def _log(self, model: Any, trajectory_groups: list[Json], split: str) -> None:
+        """Have the server keep groups under the model's step, with their averages."""
+        body = {"model": _wire(model), "trajectory_groups": trajectory_groups, "split": split}
+        await self._post("/_log", body)
+
     async def _delete_checkpoint_files(self, model: Any, steps_to_keep: list[int]) -> None:
         body = {"model": _wire(model), "steps_to_keep": list(steps_to_keep)}
         await self._post("/_delete_checkpoint_files", body)
