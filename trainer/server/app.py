@@ -1,6 +1,7 @@
 """`trainer serve`: one ASGI app on two ports, which itself never touches torch."""
 
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -72,6 +73,9 @@ def serve(config: ServerConfig, *, wrap_engine: WrapEngine | None = None) -> Non
     # Threads that parse and write a step's groups let go of the interpreter this often, in place
     # of 5 ms; an answer has to get hold of it several times.
     sys.setswitchinterval(0.0005)
+    # A step's groups are millions of objects and hold no cycles. By default the collector looks
+    # through all of them again and again while they are parsed, and nothing is answered meanwhile.
+    gc.set_threshold(50_000, 100, 100)
     if config.asks_for_key and config.api_key is None:
         raise ConfigError(
             f"Refusing to listen on `{config.host}` without a key",

@@ -59,7 +59,7 @@ class Reports:
         sending, self._sending = self._sending, None
         if sending is None:
             return
-        with contextlib.suppress(TimeoutError, TrainerError):
+        with contextlib.suppress(TimeoutError, TrainerError, OSError):
             async with asyncio.timeout(PATIENCE):
                 await self._rows.join()
                 await self._worker.call("finish")
