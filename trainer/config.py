@@ -9,6 +9,7 @@ from pydantic import Field, SecretStr
 from kit.config import Config, validate
 from kit.settings import Env
 
+DEVICES = r"^\d+(,\d+)*$"
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -194,8 +195,22 @@ class ServerConfig(Config):
     """Port of the control API."""
     openai_port: int = Field(8000, ge=0, le=65535)
     """Port of the OpenAI-compatible API."""
-    state_dir: str = ".art"
+    state_dir: Annotated[str, Env("ART_STATE_DIR")] = ".art"
     """Where models, checkpoints and logs live."""
+    engine_devices: Annotated[str | None, Env("ART_ENGINE_DEVICES")] = Field(None, pattern=DEVICES)
+    """GPUs of the engine, such as `0,1`; None is all of them, shared with the learner."""
+    learner_devices: Annotated[str | None, Env("ART_LEARNER_DEVICES")] = Field(
+        None, pattern=DEVICES
+    )
+    """GPUs of the learner, one process each; None is all of them."""
+    nodes: Annotated[int, Env("ART_NODES")] = Field(1, ge=1)
+    """Machines that train a step together, this one included; the others run `trainer engine`."""
+    nodes_host: Annotated[str | None, Env("ART_NODES_HOST")] = None
+    """Address where this machine takes the engines of others, all of whom need `api_key`."""
+    nodes_port: Annotated[int, Env("ART_NODES_PORT")] = Field(7998, ge=0, le=65535)
+    """Port of `nodes_host` that `trainer engine` dials."""
+    learner_port: Annotated[int, Env("ART_LEARNER_PORT")] = Field(7997, ge=1, le=65535)
+    """Port of `nodes_host` where the learner's processes meet."""
     api_key: Annotated[SecretStr | None, Env("ART_API_KEY")] = None
     """Bearer token asked of every client when `host` is not loopback."""
     require_key: bool = False
@@ -207,10 +222,37 @@ class ServerConfig(Config):
     lora: LoraConfig = LoraConfig()
     """Shape of the LoRA of a new model."""
 
+    @pydantic.model_validator(mode="after")
+    def _nodes_have_an_address(self) -> "ServerConfig":
+        if self.nodes > 1 and not self.nodes_host:
+            raise ValueError(f"nodes is `{self.nodes}`, and nodes_host is not set")
+        return self
+
     @property
     def asks_for_key(self) -> bool:
         """On loopback only where asked for: the control clients of ART and NAT send no key."""
         return self.require_key or not is_loopback(self.host)
+
+
+class NodeConfig(Config):
+    """`trainer engine`: what a machine that joins another's server decides for itself."""
+
+    head: str = Field(pattern=r"^https?://[^/]+/?$")
+    """Where the server takes engines: `http://` and its `nodes_host` and `nodes_port`."""
+    vllm: Annotated[str | None, Env("ART_VLLM")] = None
+    """Python of another environment that has vLLM; None is the one this program runs in."""
+    engine_devices: Annotated[str | None, Env("ART_ENGINE_DEVICES")] = Field(None, pattern=DEVICES)
+    """GPUs of the engine, such as `0,1`; None is all of them, shared with the learner."""
+    learner_devices: Annotated[str | None, Env("ART_LEARNER_DEVICES")] = Field(
+        None, pattern=DEVICES
+    )
+    """GPUs of the learner, one process each; None is all of them."""
+    node_dir: Annotated[str, Env("ART_NODE_DIR")] = ".art/nodes"
+    """Where LoRAs and logs live, in a directory of the machine's name."""
+    api_key: Annotated[SecretStr | None, Env("ART_API_KEY")] = None
+    """The server's key."""
+    patience: Annotated[float, Env("ART_PATIENCE_MINUTES")] = Field(30, gt=0)
+    """Exit when the server was not reached for so many minutes: it may be gone for good."""
 
 
 def is_loopback(host: str) -> bool:

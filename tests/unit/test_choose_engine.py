@@ -58,7 +58,7 @@ def test_vllm_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_embedded_engine_takes_no_settings_of_vllm(tmp_path: Path) -> None:
     config = ServerConfig(engine="embedded", engine_args={"max_num_seqs": 4})
     with pytest.raises(ConfigError, match="`max_num_seqs`"):
-        choose.create_engine(config, tmp_path, log=tmp_path / "log")
+        choose.create_engine(config, "base", tmp_path, tmp_path)
 
 
 def test_settings_become_the_flags_of_vllm() -> None:

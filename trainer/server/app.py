@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import signal
 import socket
 import time
 from typing import Any
@@ -73,6 +74,11 @@ def serve(config: ServerConfig, *, wrap_engine: WrapEngine | None = None) -> Non
             f"Refusing to listen on `{config.host}` without a key",
             hint="Set `ART_API_KEY`, or stay on `127.0.0.1` and use `launcher tunnel`",
         )
+    if config.nodes_host and config.api_key is None:
+        raise ConfigError(
+            f"Refusing to take engines on `{config.nodes_host}` without a key",
+            hint="Set `ART_API_KEY`, here and for `trainer engine` on the other machines",
+        )
     sockets = [_bind(config.host, port) for port in (config.port, config.openai_port)]
     control, openai = (bound.getsockname()[1] for bound in sockets)
     backend = Backend(config, openai_port=openai, wrap_engine=wrap_engine)
@@ -105,6 +111,8 @@ async def _serve(
             timeout_graceful_shutdown=10,
         )
     )
+    # uvicorn raises the signal again after its end, and workers and other machines wait for a word.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
     serving = asyncio.create_task(server.serve(sockets=sockets))
     watching = asyncio.create_task(_watch_lease(config, backend, server))
     try:
