@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from secrets import token_urlsafe
 from typing import Any
 
 from kit.config import Location, read_yaml
@@ -61,6 +62,9 @@ class Task:
                 "~/sky_workdir/.art": {"source": settings.bucket, "mode": "MOUNT_CACHED"},
             }
         secrets = _secrets(path, config, settings, env_file)
+        if int(config.get("num_nodes") or 1) > 1 and "ART_API_KEY" in (config.get("secrets") or {}):
+            # The machines of a cluster know each other by it; nobody else needs to.
+            secrets.setdefault("ART_API_KEY", token_urlsafe(32))
         config["secrets"] = dict.fromkeys(secrets)
         return cls(path, config, {name: str(value) for name, value in values.items()}, secrets)
 

@@ -195,22 +195,18 @@ class ServerConfig(Config):
     """Port of the control API."""
     openai_port: int = Field(8000, ge=0, le=65535)
     """Port of the OpenAI-compatible API."""
-    state_dir: Annotated[str, Env("ART_STATE_DIR")] = ".art"
+    state_dir: str = ".art"
     """Where models, checkpoints and logs live."""
-    engine_devices: Annotated[str | None, Env("ART_ENGINE_DEVICES")] = Field(None, pattern=DEVICES)
+    engine_devices: str | None = Field(None, pattern=DEVICES)
     """GPUs of the engine, such as `0,1`; None is all of them, shared with the learner."""
-    learner_devices: Annotated[str | None, Env("ART_LEARNER_DEVICES")] = Field(
-        None, pattern=DEVICES
-    )
+    learner_devices: str | None = Field(None, pattern=DEVICES)
     """GPUs of the learner, one process each; None is all of them."""
-    nodes: Annotated[int, Env("ART_NODES")] = Field(1, ge=1)
+    nodes: int = Field(1, ge=1)
     """Machines that train a step together, this one included; the others run `trainer engine`."""
-    nodes_host: Annotated[str | None, Env("ART_NODES_HOST")] = None
+    nodes_host: str | None = None
     """Address where this machine takes the engines of others, all of whom need `api_key`."""
-    nodes_port: Annotated[int, Env("ART_NODES_PORT")] = Field(7998, ge=0, le=65535)
-    """Port of `nodes_host` that `trainer engine` dials."""
-    learner_port: Annotated[int, Env("ART_LEARNER_PORT")] = Field(7997, ge=1, le=65535)
-    """Port of `nodes_host` where the learner's processes meet."""
+    nodes_port: int = Field(7998, ge=0, le=65535)
+    """Port of `nodes_host` that `trainer engine` dials; at the one below the learners meet."""
     api_key: Annotated[SecretStr | None, Env("ART_API_KEY")] = None
     """Bearer token asked of every client when `host` is not loopback."""
     require_key: bool = False
@@ -229,6 +225,11 @@ class ServerConfig(Config):
         return self
 
     @property
+    def learners_meet(self) -> str:
+        """HOST:PORT of the learner's first process."""
+        return f"{self.nodes_host}:{self.nodes_port - 1}"
+
+    @property
     def asks_for_key(self) -> bool:
         """On loopback only where asked for: the control clients of ART and NAT send no key."""
         return self.require_key or not is_loopback(self.host)
@@ -241,17 +242,15 @@ class NodeConfig(Config):
     """Where the server takes engines: `http://` and its `nodes_host` and `nodes_port`."""
     vllm: Annotated[str | None, Env("ART_VLLM")] = None
     """Python of another environment that has vLLM; None is the one this program runs in."""
-    engine_devices: Annotated[str | None, Env("ART_ENGINE_DEVICES")] = Field(None, pattern=DEVICES)
+    engine_devices: str | None = Field(None, pattern=DEVICES)
     """GPUs of the engine, such as `0,1`; None is all of them, shared with the learner."""
-    learner_devices: Annotated[str | None, Env("ART_LEARNER_DEVICES")] = Field(
-        None, pattern=DEVICES
-    )
+    learner_devices: str | None = Field(None, pattern=DEVICES)
     """GPUs of the learner, one process each; None is all of them."""
-    node_dir: Annotated[str, Env("ART_NODE_DIR")] = ".art/nodes"
+    node_dir: str = ".art/nodes"
     """Where LoRAs and logs live, in a directory of the machine's name."""
     api_key: Annotated[SecretStr | None, Env("ART_API_KEY")] = None
     """The server's key."""
-    patience: Annotated[float, Env("ART_PATIENCE_MINUTES")] = Field(30, gt=0)
+    patience: float = Field(30, gt=0)
     """Exit when the server was not reached for so many minutes: it may be gone for good."""
 
 

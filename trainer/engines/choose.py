@@ -26,7 +26,7 @@ def create_engine(config: ServerConfig, base_model: str, directory: Path, logs: 
     if config.nodes_host is None:
         return own
     assert config.api_key  # without one the server does not start
-    learner = {"master": f"{config.nodes_host}:{config.learner_port}", "nodes": config.nodes}
+    learner = {"master": config.learners_meet, "nodes": config.nodes}
     about = {
         "base_model": base_model,
         "engine": chosen(config),

@@ -13,11 +13,10 @@ class Learner:
 
     def __init__(self, base_model: str, *, log: Path, config: ServerConfig | None = None) -> None:
         config = config or ServerConfig()
-        master = f"{config.nodes_host}:{config.learner_port}"
         self._worker = Worker(
             "learner",
             "trainer.learner.worker",
-            arguments(base_model, nodes=config.nodes, number=0, master=master),
+            arguments(base_model, nodes=config.nodes, number=0, master=config.learners_meet),
             log=log,
             environment=visible(config.learner_devices),
         )

@@ -159,18 +159,27 @@ def interface_towards(address: str) -> str | None:
     return None
 
 
+def _listen(place: tuple[str, int]) -> int:
+    """A socket that listens at `place`, as a file descriptor for its next owner."""
+    family = socket.AF_INET6 if ":" in place[0] else socket.AF_INET
+    with socket.create_server(place, family=family) as server:
+        return server.detach()
+
+
 def join(device: torch.device) -> World:
     """Join the process group that the environment names, if any."""
     size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if size > 1:
         if device.type == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.TCPStore(  # type: ignore[attr-defined]
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
+            *place,
             size,
             is_master=rank == 0,
             timeout=JOIN_WITHIN,
+            # Else it would listen on every address of this machine.
+            master_listen_fd=_listen(place) if rank == 0 else None,
         )
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
