@@ -1,4 +1,4 @@
-"""Attention as the policy needs it: rotate-half RoPE, trees of packed sequences, a KV cache.
+"""Attention as the policy needs it: rotate-half RoPE, trees of packed sequences.
 
 B rows, T query tokens, S key tokens, H query heads, K key heads, E head size.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from trainer.architecture import Architecture, Rope
+from trainer.architecture import Rope
 from trainer.block_attention import Block, block_attention
 
 if TYPE_CHECKING:
@@ -23,49 +23,13 @@ if TYPE_CHECKING:
 Mask: TypeAlias = "Tensor | list[Block] | BlockMask | None"
 
 
-class KVCache:
-    """Keys and values of the tokens seen so far, for up to `rows` sequences of `length` tokens.
-
-    A token's slot is its position, so rows may be at different lengths, join and leave at any
-    time; a row is reused by simply starting again at position 0. One spare slot at the end takes
-    what is written for padding (position -1).
-    """
-
-    def __init__(
-        self,
-        architecture: Architecture,
-        rows: int,
-        length: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        shape = (rows, architecture.kv_heads, length + 1, architecture.head_dim)
-        self.rows = rows
-        self.length = length
-        self.keys = [
-            torch.zeros(shape, dtype=dtype, device=device) for _ in range(architecture.layers)
-        ]
-        self.values = [torch.zeros_like(keys) for keys in self.keys]
-
-    def copy_row(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of a row: to close a gap, or to share a prompt."""
-        for tensors in (self.keys, self.values):
-            for tensor in tensors:
-                tensor[target, :, :length] = tensor[source, :, :length]
-
-
 @dataclass(frozen=True)
 class View:
-    """What one forward pass sees: positions, who attends to whom, and the cache if any."""
+    """What one forward pass sees: positions, and who attends to whom."""
 
     cos: Tensor  # [B, T, 1, E]
     sin: Tensor  # [B, T, 1, E]
     mask: Mask  # None: causal
-    cache: KVCache | None = None
-    rows: Tensor | None = None  # [B] rows of the cache; None: the first B
-    positions: Tensor | None = None  # [B, T] slots to write, only with a cache
-    seen: int = 0  # slots of the cache that hold anything, this pass included
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
@@ -90,23 +54,6 @@ def rotations(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tup
     angles = positions[..., None].float() * frequencies  # [B, T, E / 2]
     angles = torch.cat([angles, angles], dim=-1)[:, :, None]
     return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def cached(
-    cache: KVCache, layer: int, view: View, keys: Tensor, values: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Write keys and values [B, T, K, E] to the cache; return all that is seen, [B, K, S, E]."""
-    assert view.positions is not None
-    batch = keys.shape[0]
-    rows = view.rows
-    if rows is None:
-        rows = torch.arange(batch, device=keys.device)
-    found = []
-    for store, new in ((cache.keys[layer], keys), (cache.values[layer], values)):
-        store[rows[:, None], :, view.positions] = new
-        kept = store[:batch] if view.rows is None else store[rows]
-        found.append(kept[:, :, : view.seen])
-    return found[0], found[1]
 
 
 @functools.cache

@@ -103,15 +103,16 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin, 1)
+        return turn(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turned(grads[0], cos, sin, -1), None, None  # the way back is the other way round
+        return turn(grads[0], cos, sin, -1), None, None  # the way back is the other way round
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+def turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int = 1) -> Tensor:
+    """RoPE without a gradient."""
     half = x.shape[-1] // 2
     out = x * cos
     out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-direction)

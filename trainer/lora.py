@@ -29,9 +29,14 @@ def lora_modules(policy: nn.Module) -> dict[str, Any]:
         for name, place in LINEARS.items():
             module = layer.get_submodule(place)
             if hasattr(module, "lora_a"):
-                block = "self_attn" if place.startswith("attn") else "mlp"
-                found[f"base_model.model.model.layers.{index}.{block}.{name}"] = module
+                found[peft_name(index, name)] = module
     return found
+
+
+def peft_name(layer: int, linear: str) -> str:
+    """PEFT's name of a linear layer, which is one of LINEARS."""
+    block = "self_attn" if LINEARS[linear].startswith("attn") else "mlp"
+    return f"base_model.model.model.layers.{layer}.{block}.{linear}"
 
 
 def init_lora(policy: nn.Module, seed: int, *, device: torch.device | None = None) -> None:
@@ -93,19 +98,6 @@ def peft_config(lora: LoraConfig, base_model: str) -> dict[str, Any]:
         "inference_mode": True,
         "modules_to_save": None,
     }
-
-
-def use_lora(policy: nn.Module, lora: LoraConfig | None, tensors: dict[str, Tensor]) -> None:
-    """Sample with these LoRA tensors, without a copy; with None as the base model.
-
-    Unlike `load_lora` this takes a LoRA of any rank and targets: the policy's own ones step aside.
-    """
-    for name, module in lora_modules(policy).items():
-        module.disabled = f"{name}.lora_A.weight" not in tensors
-        if lora is not None and not module.disabled:
-            module.rank, module.alpha = lora.rank, lora.alpha
-            module.lora_a.weight = nn.Parameter(tensors[f"{name}.lora_A.weight"], False)
-            module.lora_b.weight = nn.Parameter(tensors[f"{name}.lora_B.weight"], False)
 
 
 def read_lora_config(directory: Path) -> LoraConfig:

@@ -16,15 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from trainer.architecture import Architecture, read_architecture
-from trainer.attention import (
-    KVCache,
-    Mask,
-    View,
-    attend,
-    cached,
-    inverse_frequencies,
-    rotations,
-)  # fmt: skip
+from trainer.attention import Mask, View, attend, inverse_frequencies, rotations
 from trainer.config import LoraConfig
 from trainer.fast import FastLayers
 from trainer.fused import lora_linear, rms_norm, rotate, swiglu
@@ -36,7 +28,6 @@ from trainer.lora import (
     lora_state,
     peft_config,
     read_lora_config,
-    use_lora,
 )  # fmt: skip
 from trainer.weights import hugging_face_names, place_weights
 
@@ -56,8 +47,8 @@ with warnings.catch_warnings():
     from torchtune.modules.peft import LoRALinear
 
 __all__ = [
-    "KVCache", "LoraLinear", "Policy", "init_lora", "load_lora", "load_model", "lora_state",
-    "peft_config", "read_lora_config", "use_lora",
+    "LoraLinear", "Policy", "init_lora", "load_lora", "load_model", "lora_state",
+    "peft_config", "read_lora_config",
 ]  # fmt: skip
 
 
@@ -86,9 +77,7 @@ class Mlp(FeedForward):  # type: ignore[misc]
 
 
 class Attention(MultiHeadAttention):  # type: ignore[misc]
-    """TorchTune's attention with q and k normed before RoPE (as Qwen3 needs) and our KV cache."""
-
-    layer: int = 0
+    """TorchTune's attention with q and k normed before RoPE, as Qwen3 needs."""
 
     def forward(self, x: Tensor, view: View) -> Tensor:
         batch, length, _ = x.shape
@@ -98,11 +87,7 @@ class Attention(MultiHeadAttention):  # type: ignore[misc]
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = rotate(q, view.cos, view.sin), rotate(k, view.cos, view.sin)
-        if view.cache is not None:
-            keys, values = cached(view.cache, self.layer, view, k, v)
-        else:
-            keys, values = k.transpose(1, 2), v.transpose(1, 2)
-        out = attend(q.transpose(1, 2), keys, values, view.mask)  # [B, H, T, E]
+        out = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), view.mask)
         result: Tensor = self.output_proj(out.transpose(1, 2).flatten(2))
         return result
 
@@ -117,7 +102,7 @@ class Layer(TransformerSelfAttentionLayer):  # type: ignore[misc]
 
 
 class Policy(TransformerDecoder):  # type: ignore[misc]
-    """The model that is trained and sampled from."""
+    """The model that is trained; `trainer.engines.decoder` lays it out to sample from it."""
 
     architecture: Architecture
     lora: LoraConfig | None
@@ -132,15 +117,9 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         *,
         mask: Mask = None,  # [B, T, T] True where a query may look
         positions: Tensor | None = None,  # [B, T]
-        cache: KVCache | None = None,
-        rows: Tensor | None = None,  # [B] rows of the cache; the first B when None
     ) -> Tensor:
-        """Hidden states [B, T, D] after the last norm; causal when there is no mask.
-
-        With a cache, tokens are written at their positions and attend to every earlier position
-        of their row; a token at position -1 is padding.
-        """
-        result: Tensor = self(tokens, mask=mask, positions=positions, cache=cache, rows=rows)
+        """Hidden states [B, T, D] after the last norm; causal when there is no mask."""
+        result: Tensor = self(tokens, mask=mask, positions=positions)
         return result
 
     def logprobs(
@@ -177,12 +156,13 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         *,
         mask: Mask = None,
         positions: Tensor | None = None,
-        cache: KVCache | None = None,
-        rows: Tensor | None = None,
         chosen: tuple[Tensor, Tensor, int] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """What `hidden` and `logprobs` give. One entry, since FSDP gathers weights at it."""
-        view = self._view(tokens, mask, positions, cache, rows)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        dtype = self.tok_embeddings.weight.dtype
+        view = View(*rotations(positions, self.frequencies, dtype), mask)
         x = self._through_layers(self.tok_embeddings(tokens), view)
         if chosen is None:
             normed: Tensor = self.norm(x)
@@ -201,27 +181,6 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
             else:
                 x = layer(x, view)
         return x
-
-    def _view(
-        self,
-        tokens: Tensor,
-        mask: Mask,
-        positions: Tensor | None,
-        cache: KVCache | None,
-        rows: Tensor | None,
-    ) -> View:
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-            positions = positions.expand_as(tokens)
-        dtype = self.tok_embeddings.weight.dtype
-        cos, sin = rotations(positions, self.frequencies, dtype)
-        if cache is None:
-            return View(cos, sin, mask)
-        seen = max(int(positions.max()) + 1, 1)
-        slots = torch.arange(seen, device=tokens.device)
-        # Padding looks at slot 0: a query that sees nothing would be NaN.
-        mask = slots <= positions.clamp(min=0)[..., None]  # [B, T, S]
-        return View(cos, sin, mask, cache, rows, positions, seen)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The trained weights: by PEFT's names with a LoRA, by Hugging Face's without."""
@@ -263,7 +222,7 @@ def assemble(architecture: Architecture, lora: LoraConfig | None) -> Policy:
     embeddings = nn.Embedding(architecture.vocab_size, architecture.dim)
     return Policy(
         tok_embeddings=embeddings,
-        layers=[_layer(architecture, lora, index) for index in range(architecture.layers)],
+        layers=[_layer(architecture, lora) for _ in range(architecture.layers)],
         max_seq_len=architecture.max_length,
         num_heads=architecture.heads,
         head_dim=architecture.head_dim,
@@ -274,7 +233,7 @@ def assemble(architecture: Architecture, lora: LoraConfig | None) -> Policy:
     )
 
 
-def _layer(architecture: Architecture, lora: LoraConfig | None, index: int) -> Layer:
+def _layer(architecture: Architecture, lora: LoraConfig | None) -> Layer:
     a = architecture
     q_dim, kv_dim = a.heads * a.head_dim, a.kv_heads * a.head_dim
 
@@ -296,7 +255,6 @@ def _layer(architecture: Architecture, lora: LoraConfig | None, index: int) -> L
         k_norm=Norm(a.head_dim, eps=a.norm_eps) if a.qk_norm else None,
         max_seq_len=a.max_length,
     )
-    attention.layer = index
     mlp = Mlp(
         gate_proj=linear("gate_proj", a.dim, a.ffn_dim, a.mlp_bias),
         up_proj=linear("up_proj", a.dim, a.ffn_dim, a.mlp_bias),

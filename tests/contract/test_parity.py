@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from trainer import checkpoint
 from trainer.base_models import resolve
 from trainer.config import LoraConfig
+from trainer.engines.decoder import Decoder
 from trainer.export import export
 from trainer.learner.state import State
 from trainer.lora import lora_parameters
@@ -112,6 +113,21 @@ def test_logits_are_those_of_transformers(
     ours = logits(policy, tokens(policy.architecture.vocab_size))
     assert theirs.std() > 0.5
     torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_decoder_samples_from_the_logits_of_transformers(
+    name: str, models: dict[str, Path], expected: Path
+) -> None:
+    theirs = load_file(expected / name / "expected.bin")["logits"]
+    decoder = Decoder(load(models[name], None))
+    given = tokens(decoder.architecture.vocab_size).tolist()
+    cache = decoder.new_cache(2, 96)
+    first = decoder.prefill([row[:90] for row in given], [0, 1], cache)
+    assert (first - theirs[:, 89]).abs().max() < 1e-3
+    for at in range(90, 96):
+        found = decoder.decode([row[at] for row in given], [at, at], cache)
+    assert (found - theirs[:, 95]).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,6 +1,6 @@
 """The learner learns: a toy reward rises on a random model, and one on a pretrained model.
 
-Sampling here is as plain as can be, apart from the engine, so that only the learner is tested.
+Sampling here is as plain as can be, without the engine's process, so that the learner is tested.
 """
 
 import logging
@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.attention import KVCache
 from trainer.base_models import resolve
 from trainer.config import GrpoConfig, LoraConfig
 from trainer.device import default_dtype
+from trainer.engines.decoder import Decoder
 from trainer.learner.learner import Learner
+from trainer.model import lora_state
 from trainer.smollm2 import NAME as SMOLLM2
 
 logger = logging.getLogger(__name__)
@@ -35,25 +36,18 @@ def sample_group(
     """GROUP completions of `length` tokens, with their exact ids and logprobs, and rewards."""
     assert one.state is not None
     policy = one.state.policy
+    decoder = Decoder(policy)
+    decoder.use_lora(policy.lora, lora_state(policy))
     messages = [{"role": "user", "content": prompt}]
     prompt_ids = one.tokenizer.apply_chat_template(messages)
-    cache = KVCache(
-        policy.architecture,
-        GROUP,
-        len(prompt_ids) + length,
-        dtype=one.dtype,
-        device=torch.device("cpu"),
-    )
-    tokens = torch.tensor([prompt_ids]).expand(GROUP, -1)
-    positions = torch.arange(len(prompt_ids)).expand(GROUP, -1)
+    cache = decoder.new_cache(GROUP, len(prompt_ids) + length)
+    logits = decoder.prefill([prompt_ids] * GROUP, list(range(GROUP)), cache)
     chosen, found = [], []
-    for _ in range(length):
-        hidden = policy.hidden(tokens, positions=positions, cache=cache)[:, -1]
-        logprobs = policy.logits(hidden).float().log_softmax(-1)
-        tokens = torch.multinomial(logprobs.exp(), 1, generator=generator)
-        chosen.append(tokens)
-        found.append(logprobs.gather(1, tokens))
-        positions = positions[:, -1:] + 1
+    for at in range(len(prompt_ids), len(prompt_ids) + length):
+        logprobs = logits.float().log_softmax(-1)
+        chosen.append(torch.multinomial(logprobs.exp(), 1, generator=generator))
+        found.append(logprobs.gather(1, chosen[-1]))
+        logits = decoder.decode(chosen[-1][:, 0].tolist(), [at] * GROUP, cache)
     trajectories = []
     for ids, logprobs_of in zip(
         torch.cat(chosen, 1).tolist(), torch.cat(found, 1).tolist(), strict=True

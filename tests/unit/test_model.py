@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.attention import KVCache
 from trainer.base_models import resolve
 from trainer.config import LoraConfig
 from trainer.errors import CheckpointError, ModelError
@@ -29,34 +28,6 @@ def load(directory: Path | None = None, lora: LoraConfig | None = None) -> Polic
 
 def tokens(rows: int, length: int) -> torch.Tensor:
     return torch.randint(260, (rows, length), generator=torch.Generator().manual_seed(0))
-
-
-@torch.no_grad()
-def test_rows_that_join_and_leave_a_cache_compute_what_they_compute_alone() -> None:
-    policy, given = load(), tokens(3, 20)
-    alone = policy.hidden(given)
-    cache = KVCache(policy.architecture, 4, 24, dtype=torch.float32, device=CPU)
-    # Row 3 holds a prompt of 12, row 1 one of 5 with padding; then both decode side by side.
-    positions = torch.full((2, 12), -1)
-    positions[0], positions[1, :5] = torch.arange(12), torch.arange(5)
-    rows = torch.tensor([3, 1])
-    first = policy.hidden(given[:2, :12], positions=positions, cache=cache, rows=rows)
-    torch.testing.assert_close(first[0], alone[0, :12], atol=1e-5, rtol=0)
-    torch.testing.assert_close(first[1, :5], alone[1, :5], atol=1e-5, rtol=0)
-    for turn in range(3):
-        at = torch.tensor([[12 + turn], [5 + turn]])
-        step = torch.stack([given[0, 12 + turn], given[1, 5 + turn]])[:, None]
-        hidden = policy.hidden(step, positions=at, cache=cache, rows=rows)
-        expected = torch.stack([alone[0, 12 + turn], alone[1, 5 + turn]])
-        torch.testing.assert_close(hidden[:, 0], expected, atol=1e-5, rtol=0)
-    # Row 3 moves to row 0, and a new prompt is put over the old one in row 1.
-    cache.copy_row(3, 0, 15)
-    positions = torch.arange(7)[None]
-    policy.hidden(given[2:, :7], positions=positions, cache=cache, rows=torch.tensor([1]))
-    step = torch.stack([given[0, 15], given[2, 7]])[:, None]
-    hidden = policy.hidden(step, positions=torch.tensor([[15], [7]]), cache=cache)
-    expected = torch.stack([alone[0, 15], alone[2, 7]])
-    torch.testing.assert_close(hidden[:, 0], expected, atol=1e-5, rtol=0)
 
 
 @torch.no_grad()

@@ -44,3 +44,20 @@ def test_an_impossible_token_is_never_drawn_and_its_logprob_is_finite() -> None:
     logits = torch.tensor([[float("-inf"), 0.0]])
     tokens, logprobs = choose(logits, [Sampling()], [0.0])
     assert tokens == [1] and logprobs == [0.0]
+
+
+def test_a_large_vocabulary_is_drawn_from_by_the_same_shares() -> None:
+    weights = torch.rand(1, 1000, generator=torch.Generator().manual_seed(0))
+    weights[:, 300:700] = 0  # a whole block of impossible tokens, and the ends of two
+    borders = weights.double().cumsum(-1)[0] / weights.double().sum()
+    for number in range(500):
+        uniform = (number + 0.5) / 500
+        (token,), _ = choose(weights.log(), [Sampling()], [uniform])
+        assert weights[0, token] > 0
+        assert abs(token - int(torch.searchsorted(borders, uniform))) <= 1  # a border may round
+
+
+def test_the_last_possible_token_is_drawn_at_the_very_end_of_the_interval() -> None:
+    logits = torch.full((1, 600), float("-inf"))
+    logits[:, 255:257] = 0.0
+    assert choose(logits, [Sampling()], [1 - 2**-53])[0] == [256]

@@ -1,4 +1,4 @@
-"""The embedded engine's process: continuous batching over the policy and its KV cache.
+"""The embedded engine's process: continuous batching over a decoder and its KV cache.
 
 Requests join and leave between decode steps. Rows of the cache are kept without gaps, a prompt
 that several choices share is computed once, and a batch samples from one LoRA at a time.
@@ -18,24 +18,23 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trainer import faults
-from trainer.attention import KVCache
 from trainer.channel import Channel
 from trainer.config import LoraConfig
 from trainer.device import default_device, default_dtype
 from trainer.engines.batching import Call, Choice, prefill_batches
+from trainer.engines.decoder import Decoder
 from trainer.engines.sampling import Sampling, choose
 from trainer.engines.text import TextStream
 from trainer.errors import BadRequest, NotFound
-from trainer.model import Policy, load_model, read_lora_config, use_lora
+from trainer.model import load_model, read_lora_config
 from trainer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 ROWS = 64  # choices sampled at once; more wait
-ALL_LINEARS = LoraConfig()
 
 
 class EmbeddedWorker:
-    """Owns the policy; `run` answers the server until it goes."""
+    """Owns the decoder; `run` answers the server until it goes."""
 
     def __init__(self, directory: Path, channel: Channel) -> None:
         device = default_device()
@@ -46,17 +45,14 @@ class EmbeddedWorker:
             "unload": self._unload,
         }
         self._tokenizer = Tokenizer(directory)
-        self._policy: Policy = load_model(
-            directory, lora=ALL_LINEARS, dtype=default_dtype(directory, device), device=device
-        )
-        self._device = device
-        self._context = self._policy.architecture.max_length
+        dtype = default_dtype(directory, device)
+        self._decoder = Decoder(load_model(directory, lora=None, dtype=dtype, device=device))
+        self._context = self._decoder.architecture.max_length
         self._loras: dict[str, tuple[LoraConfig, dict[str, Tensor]]] = {}
         self._current: str | None = None
-        use_lora(self._policy, None, {})
         self._waiting: deque[Choice] = deque()
         self._active: list[Choice] = []
-        self._cache = self._new_cache(8, 256)
+        self._cache = self._decoder.new_cache(8, 256)
 
     def run(self) -> None:
         while self._channel.open:
@@ -85,9 +81,7 @@ class EmbeddedWorker:
             return
         directory = Path(path)
         tensors = load_file(directory / "adapter_model.safetensors")
-        dtype = self._policy.head.dtype
-        placed = {name: tensor.to(self._device, dtype) for name, tensor in tensors.items()}
-        self._loras[lora] = read_lora_config(directory), placed
+        self._loras[lora] = read_lora_config(directory), tensors
         faults.reached("engine-loaded")
 
     def _unload(self, lora: str) -> None:
@@ -146,7 +140,7 @@ class EmbeddedWorker:
 
     def _switch(self, lora: str | None) -> None:
         if lora != self._current:
-            use_lora(self._policy, *(self._loras[lora] if lora is not None else (None, {})))
+            self._decoder.use_lora(*(self._loras[lora] if lora is not None else (None, {})))
             self._current = lora
 
     def _prefill(self, fresh: list[Choice]) -> Tensor:
@@ -159,40 +153,22 @@ class EmbeddedWorker:
             rows.setdefault(prompt, row)  # a prompt that several share is computed once
         logits: dict[tuple[int, ...], Tensor] = {}
         for batch in prefill_batches(rows):
-            logits.update(zip(batch, self._prefill_batch(batch, rows), strict=True))
-        for row, prompt in enumerate(prompts, first):
-            if rows[prompt] != row:
-                self._cache.copy_row(rows[prompt], row, len(prompt))
-        return torch.stack([logits[prompt] for prompt in prompts])
-
-    def _prefill_batch(
-        self, batch: list[tuple[int, ...]], rows: dict[tuple[int, ...], int]
-    ) -> Tensor:
-        shape = (len(batch), max(map(len, batch)))
-        tokens = torch.zeros(shape, dtype=torch.long)
-        positions = torch.full(shape, -1)  # padding
-        for index, prompt in enumerate(batch):
-            tokens[index, : len(prompt)] = torch.tensor(prompt)
-            positions[index, : len(prompt)] = torch.arange(len(prompt))
-        lasts = torch.tensor([len(prompt) - 1 for prompt in batch], device=self._device)
-        with torch.inference_mode():
-            hidden = self._policy.hidden(
-                tokens.to(self._device),
-                positions=positions.to(self._device),
-                cache=self._cache,
-                rows=torch.tensor([rows[prompt] for prompt in batch], device=self._device),
+            found = self._decoder.prefill(
+                [list(prompt) for prompt in batch], [rows[prompt] for prompt in batch], self._cache
             )
-            return self._policy.logits(hidden[torch.arange(len(batch)), lasts])
+            logits.update(zip(batch, found, strict=True))
+        for prompt, source in rows.items():
+            targets = [row for row, other in enumerate(prompts, first) if other == prompt]
+            self._cache.copy_row(source, targets[1:], len(prompt))
+        return torch.stack([logits[prompt] for prompt in prompts])
 
     def _decode(self) -> None:
         """One token for every active row."""
         faults.reached("engine-sampling")
         self._grow(len(self._active), max(choice.length for choice in self._active) + 1)
-        tokens = torch.tensor([[c.tokens[-1]] for c in self._active], device=self._device)
-        positions = torch.tensor([[c.length - 1] for c in self._active], device=self._device)
-        with torch.inference_mode():
-            hidden = self._policy.hidden(tokens, positions=positions, cache=self._cache)
-            logits = self._policy.logits(hidden[:, -1])
+        tokens = [choice.tokens[-1] for choice in self._active]
+        positions = [choice.length - 1 for choice in self._active]
+        logits = self._decoder.decode(tokens, positions, self._cache)
         self._advance(list(self._active), logits)
 
     def _advance(self, choices: list[Choice], logits: Tensor) -> None:
@@ -238,7 +214,7 @@ class EmbeddedWorker:
         row = self._active.index(choice)
         last = self._active.pop()
         if last is not choice:
-            self._cache.copy_row(len(self._active), row, last.length)
+            self._cache.copy_row(len(self._active), [row], last.length)
             self._active[row] = last
 
     def _grow(self, rows: int, length: int) -> None:
@@ -248,14 +224,8 @@ class EmbeddedWorker:
         old = self._cache
         new_rows = next(n for n in _doubled(old.rows) if n >= rows)
         new_length = next(n for n in _doubled(old.length) if n >= length)
-        self._cache = self._new_cache(new_rows, min(new_length, self._context))
-        for before, after in ((old.keys, self._cache.keys), (old.values, self._cache.values)):
-            for source, target in zip(before, after, strict=True):
-                target[: old.rows, :, : old.length] = source[:, :, : old.length]
-
-    def _new_cache(self, rows: int, length: int) -> KVCache:
-        dtype = self._policy.head.dtype
-        return KVCache(self._policy.architecture, rows, length, dtype=dtype, device=self._device)
+        self._cache = self._decoder.new_cache(new_rows, min(new_length, self._context))
+        self._cache.copy_from(old)
 
 
 def _doubled(start: int) -> "itertools.accumulate[int]":

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -29,24 +32,47 @@ def choose(
     """
     logits = logits.float()
     temperatures = torch.tensor([max(s.temperature, 1e-6) for s in samplings], device=logits.device)
-    tempered = logits if bool((temperatures == 1).all()) else logits / temperatures[:, None]
-    probabilities = tempered.softmax(dim=-1)
-    _keep_likeliest(probabilities, samplings)
-    # The inverse of the cumulative distribution: `multinomial` draws serially on a CPU.
-    cumulative = probabilities.cumsum(dim=-1)
-    draws = torch.tensor(uniforms, device=logits.device)[:, None] * cumulative[:, -1:]
-    chosen = torch.searchsorted(cumulative, draws, right=True)[:, 0]
-    chosen = chosen.clamp(max=logits.shape[1] - 1)
+    probabilities = logits.softmax(dim=-1)
+    tempered = probabilities
+    if bool((temperatures != 1).any()):
+        tempered = (logits / temperatures[:, None]).softmax(dim=-1)
+    if any(s.top_k or s.top_p < 1 for s in samplings):
+        tempered = _keep_likeliest(tempered, samplings)
+    chosen = _drawn(tempered, torch.tensor(uniforms, device=logits.device))
     greedy = torch.tensor([s.temperature == 0 for s in samplings], device=logits.device)
     if bool(greedy.any()):
         chosen = torch.where(greedy, logits.argmax(dim=-1), chosen)
-    logprobs = logits.gather(1, chosen[:, None])[:, 0] - logits.logsumexp(dim=-1)
+    logprobs = probabilities.gather(1, chosen[:, None])[:, 0].log()
     # -inf cannot be sent as JSON, and a token that was drawn has some probability.
     return chosen.tolist(), logprobs.clamp(min=-9999.0).tolist()
 
 
-def _keep_likeliest(probabilities: Tensor, samplings: Sequence[Sampling]) -> None:
-    """Zero, in place, what top-k and top-p leave out; rows that ask for neither cost nothing."""
+def _drawn(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """A column for each row of `weights` [B, V], by the inverse of the cumulative distribution.
+
+    First a block of columns, then a column in it: a sum over all of them is quick on a CPU, a
+    running sum is not, and `multinomial` draws serially.
+    """
+    batch, width = weights.shape
+    blocks = functional.pad(weights, (0, -width % BLOCK)).view(batch, -1, BLOCK)
+    running = blocks.sum(dim=-1).cumsum(dim=-1)  # [B, V / BLOCK]
+    draws = uniforms[:, None] * running[:, -1:]
+    block = _reached(running, draws)
+    before = functional.pad(running, (1, 0)).gather(1, block)
+    inside = blocks[torch.arange(batch, device=block.device), block[:, 0]].cumsum(dim=-1)
+    return (block * BLOCK + _reached(inside, draws - before))[:, 0]
+
+
+def _reached(running: Tensor, draws: Tensor) -> Tensor:
+    """Where the running sums [B, N] first pass the draws [B, 1]; rounding leads none past all."""
+    last = running[:, -1:]
+    draws = draws.clamp(min=0).minimum(last.nextafter(torch.zeros_like(last)))
+    return torch.searchsorted(running, draws, right=True)
+
+
+def _keep_likeliest(probabilities: Tensor, samplings: Sequence[Sampling]) -> Tensor:
+    """With zeros for what top-k and top-p leave out; rows that ask for neither cost nothing."""
+    probabilities = probabilities.clone()
     for row, sampling in enumerate(samplings):
         if sampling.top_k:
             kept = probabilities[row].topk(min(sampling.top_k, probabilities.shape[1]))
@@ -56,3 +82,4 @@ def _keep_likeliest(probabilities: Tensor, samplings: Sequence[Sampling]) -> Non
             # A token stays while those before it have not filled top_p: the first always stays.
             values[values.cumsum(0) - values >= sampling.top_p * values.sum()] = 0
             probabilities[row].scatter_(0, order, values)
+    return probabilities
