@@ -49,6 +49,10 @@ def provider(request: pytest.FixtureRequest, tmp_path: Path) -> Provider:
     return LocalProvider(tmp_path / "clusters") if request.param == "local" else FakeProvider()
 
 
+def quiet(arrived: int, share: float) -> None:
+    pass
+
+
 def wait(provider: Provider, run_id: str) -> RunStatus:
     for _ in range(200):
         (run,) = [run for run in provider.runs("art") if run.id == run_id]
@@ -78,7 +82,7 @@ def test_a_cluster_that_is_not_there_is_named(provider: Provider) -> None:
     for call in (
         lambda: provider.runs("art"),
         lambda: provider.run("art", "true", {}, {}),
-        lambda: provider.fetch("art", STATE_DIR, Path("x"), checksum=False),
+        lambda: provider.fetch("art", STATE_DIR, Path("x"), [], checksum=False, progress=quiet),
         lambda: provider.tunnel("art", {1: 1}).__enter__(),
     ):
         with pytest.raises(ClusterNotFound, match="`art`"):
@@ -135,7 +139,7 @@ def test_local_pulls_finished_checkpoints_only(local: LocalProvider, tmp_path: P
     (pulled,) = cluster.pull(tmp_path / "home")
     assert (pulled.step, pulled.new) == (1, True)
     assert not list((tmp_path / "home").rglob(".0002*"))
-    assert [it.new for it in cluster.down(tmp_path / "home")] == [False]
+    assert [it.new for it in cluster.down(tmp_path / "home")[0]] == [False]
 
 
 @pytest.mark.parametrize(
