@@ -39,6 +39,8 @@ class FakeProvider:
         self.launched.append((name, task, list(arguments)))
         if "--dryrun" in arguments:
             return None
+        workdir = Path(task.config.get("workdir") or ".")
+        remember(_record(), workdir, select(workdir))
         self._runs.setdefault(name, []).append(Run("1", task.name, RunStatus.RUNNING))
         return self._runs[name][-1]
 
@@ -56,10 +58,9 @@ class FakeProvider:
 
     def sync(self, name: str, workdir: Path) -> Sent:
         self.runs(name)
-        files, record = select(workdir), Path.home() / "fake-sent.json"
-        gone = forgotten(record, workdir, files)
-        known = size(workdir, files)
-        remember(record, workdir, files)
+        files = select(workdir)
+        gone, known = forgotten(_record(), workdir, files), size(workdir, files)
+        remember(_record(), workdir, files)
         changed = [path for path in files if self._sizes.get(path) != known[path]]
         self._sizes = known
         return Sent(tuple(changed), tuple(gone), sum(known[path] for path in changed))
@@ -125,3 +126,7 @@ class FakeProvider:
     def down(self, name: str) -> None:
         self.ended.append(name)
         self._runs.pop(name, None)
+
+
+def _record() -> Path:
+    return Path.home() / "fake-sent.json"
