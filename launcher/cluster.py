@@ -245,10 +245,10 @@ class Cluster:
         started = time.monotonic()
         while True:
             with self.tunnel() as endpoints:
-                for _ in range(15):
+                for _ in range(50):
                     if is_healthy(endpoints):
                         return
-                    time.sleep(1)
+                    time.sleep(0.3)
             status = self._run(run_id).status
             if status.over:
                 raise ProviderError(

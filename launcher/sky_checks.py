@@ -30,7 +30,7 @@ def checks() -> list[Check]:
     try:
         with translated("*"):
             # Starts a local one that is not up, as every other command would.
-            clouds = skypilot.get(skypilot.enabled_clouds())
+            clouds = skypilot.get(skypilot.client.sdk.enabled_clouds())
             server = skypilot.api_info()
     except LauncherError as error:
         return [*found, Check("API server", False, error.message, error.hint)]

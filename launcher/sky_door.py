@@ -102,9 +102,13 @@ def parse(launch: Any, arguments: list[str]) -> Any:
 
 @contextlib.contextmanager
 def translated(cluster: str) -> Iterator[None]:
-    """Turn SkyPilot's errors into ours, keeping the original as the cause."""
+    """Turn SkyPilot's errors into ours, keeping the original as the cause.
+
+    What it prints goes to stderr: it is for people, and stdout is for data.
+    """
     try:
-        yield
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
     except (KitError, KeyboardInterrupt):
         raise
     except Exception as exc:
@@ -119,13 +123,6 @@ def _ours(exc: Exception, cluster: str) -> LauncherError:
     error, message, hint = next((_ERRORS[name] for name in names if name in _ERRORS), default)
     where = {"cluster": cluster, "what": what}
     return error(message.format_map(where), hint=hint and hint.format_map(where))
-
-
-@contextlib.contextmanager
-def output_to_stderr() -> Iterator[None]:
-    """What SkyPilot prints is for people, and stdout is for data."""
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
 
 
 def forget_alias(cluster: str) -> None:

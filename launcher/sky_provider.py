@@ -18,7 +18,6 @@ from launcher.remote import Remote
 from launcher.sky_door import (
     forget_alias,
     launch_command,
-    output_to_stderr,
     parse,
     sky,
     translated,
@@ -36,8 +35,8 @@ _STATUS = {
 }
 _EXIT_CODES = ".art-cluster/exit-codes"
 _LEASE_ENDS = ".art-cluster/lease-ends"
-# A login shell finds `trainer`. On Slurm that shell reads the account's own .bashrc, where
-# SkyPilot's line has moved HOME to the cluster's directory by then.
+# Part of every setup: a login shell finds `trainer`. On Slurm that shell reads the account's own
+# .bashrc, where SkyPilot's line has moved HOME to the cluster's directory by then.
 _ACTIVATE = """
 line='[ ! -f ~/sky_workdir/.venv/bin/activate ] || . ~/sky_workdir/.venv/bin/activate'
 rc=$(getent passwd "$(id -u)" | cut -d: -f6)/.bashrc
@@ -52,15 +51,14 @@ class SkyProvider:
         # Without its `run`: on Slurm a cluster's first job holds every CPU of it for as long as it
         # lasts, and nothing could run beside a server that is that job.
         config = {key: value for key, value in task.config.items() if key != "run"}
-        before = self._runs_if_any(name)
+        config["setup"] = _ACTIVATE + (task.config.get("setup") or "")
         given = self._launch(name, task, config, arguments)
         if given["dryrun"] or given["async_call"]:
             return None
-        workdir = Path(task.config.get("workdir") or ".")
-        files.remember(sent_record(name), workdir, files.select(workdir))
-        Remote(name).run(_ACTIVATE)
-        for setup in self.runs(name)[len(before) :]:
-            self._wait_for_setup(name, setup)
+        if workdir := task.config.get("workdir"):
+            files.remember(sent_record(name), Path(workdir), files.select(Path(workdir)))
+        if not (given["no_setup"] or given["fast"]):
+            self._wait_for_setup(name)
         envs = {**(given["env_file"] or {}), **dict(given["env"])}
         secrets = {**(given["secret_file"] or {}), **dict(given["secret"])}
         if task.max_cost is not None:
@@ -89,7 +87,7 @@ class SkyProvider:
             own += [part for item in task.secrets.items() for part in ("--secret", "=".join(item))]
             context = parse(launch, [*own, *arguments])
             try:
-                with context, output_to_stderr():
+                with context:
                     launch.invoke(context)
             except SystemExit as exc:  # how SkyPilot's command ends, well or not
                 if exc.code:
@@ -101,9 +99,12 @@ class SkyProvider:
         left = hours_within(max_cost, so_far=cost.so_far, per_hour=cost.per_hour, hours=hours)
         return format(left, "g")
 
-    def _wait_for_setup(self, name: str, setup: Run) -> None:
-        self.logs(name, setup.id, follow=True, tail=0, out=sys.stderr)
-        if self._find(name, setup.id).status is not RunStatus.SUCCEEDED:
+    def _wait_for_setup(self, name: str) -> None:
+        """Show the newest job, which is the setup, to its end."""
+        skypilot = sky()
+        with translated(name):
+            code = skypilot.tail_logs(name, None, follow=True, output_stream=sys.stderr)
+        if code:
             raise ProviderError(
                 f"The setup of cluster `{name}` failed",
                 hint=f"Its output is above; mend it and launch again, or `launcher down -c {name}`",
@@ -124,7 +125,8 @@ class SkyProvider:
     def clusters(self) -> list[ClusterInfo]:
         skypilot = sky()
         with translated("*"):
-            records = skypilot.get(skypilot.status())
+            # A cluster that tore itself down is not known to be gone before somebody looks.
+            records = skypilot.get(skypilot.status(refresh=skypilot.StatusRefreshMode.AUTO))
         return [
             ClusterInfo(
                 record["name"],
@@ -159,7 +161,7 @@ class SkyProvider:
         secrets: Mapping[str, str],
     ) -> Run:
         skypilot, label = sky(), config["name"]  # SkyPilot empties the mapping it is given
-        with translated(name), output_to_stderr():
+        with translated(name):
             task = skypilot.Task.from_yaml_config(
                 config, env_overrides=list(envs.items()), secrets_overrides=list(secrets.items())
             )
@@ -178,14 +180,6 @@ class SkyProvider:
             )
             for record in sorted(records, key=lambda record: int(record["job_id"]))
         ]
-
-    def _runs_if_any(self, name: str) -> list[Run]:
-        with contextlib.suppress(LauncherError):
-            return self.runs(name)
-        return []
-
-    def _find(self, name: str, run_id: str) -> Run:
-        return next(run for run in self.runs(name) if run.id == run_id)
 
     def exit_code(self, name: str, run_id: str) -> int:
         text = Remote(name).run(f"cat ~/{_EXIT_CODES}/{int(run_id)} 2>/dev/null || echo 1")
@@ -233,7 +227,7 @@ class SkyProvider:
 
     def cancel(self, name: str, run_id: str) -> None:
         skypilot = sky()
-        with translated(name), output_to_stderr():
+        with translated(name):
             skypilot.get(skypilot.cancel(name, job_ids=[int(run_id)]))
 
     def cost(self, name: str) -> Cost:
@@ -263,7 +257,7 @@ class SkyProvider:
 
     def down(self, name: str) -> None:
         skypilot = sky()
-        with contextlib.suppress(ClusterNotFound), translated(name), output_to_stderr():
+        with contextlib.suppress(ClusterNotFound), translated(name):
             skypilot.get(skypilot.down(name))
         forget_alias(name)
         sent_record(name).unlink(missing_ok=True)

@@ -6,6 +6,7 @@
 import io
 import os
 import pwd
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -163,6 +164,24 @@ def test_local_syncs_sets_up_and_hands_over_envs_and_secrets(local: LocalProvide
     assert out.getvalue() == "setup in sky_workdir\nhello hf_x kept.txt\n"
     local.down("art")
     assert not list(local.root.iterdir())
+
+
+def test_local_writes_no_secret_and_shows_none(task: Task, tmp_path: Path) -> None:
+    secret = f"hf_{os.urandom(12).hex()}"
+    task.path.write_text("run: 'sleep 60'\nsecrets: {HF_TOKEN: null}\nworkdir: work\n")
+    settings = Settings.model_validate({"hf_token": secret})
+    provider = LocalProvider(tmp_path / "clusters")
+    try:
+        provider.launch("art", Task.load(task.path, settings), [])
+        run = provider.run("art", 'test -n "$HF_TOKEN" && sleep 60', {}, settings.secrets())
+        assert not provider.runs("art")[int(run.id) - 1].status.over
+        shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+        assert "sleep 60" in shown and secret not in shown
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert any(path.name == "0.sh" for path in files)
+        assert not [path for path in files if secret.encode() in path.read_bytes()]
+    finally:
+        provider.down("art")
 
 
 def test_local_ends_the_processes_of_its_runs(local: LocalProvider) -> None:

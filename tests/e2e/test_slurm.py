@@ -24,6 +24,14 @@ FINETUNE = (
     "cd sky_workdir/tests/e2e/small_letters && trainer finetune --config_file=config.yaml "
     "-o finetuning.output_dir ~/sky_workdir/.art/letters -o eval.general.output_dir ~/runs --json "
 )
+# A second cluster need not install what the first one shows: it runs what the laptop has.
+LIGHT = """
+name: light
+resources: {{cpus: 2, memory: 4, autostop: {{idle_minutes: 2, wait_for: jobs, down: true}}}}
+envs: {{BASE_MODEL: tiny-random}}
+run: |
+  {clone}/.venv/bin/trainer serve --engine embedded --port $ART_PORT --openai-port $ART_OPENAI_PORT
+"""
 BIG = """
 import os, pathlib
 from kit.manifest import write_manifest
@@ -62,11 +70,14 @@ def secret_seen(laptop: Any) -> Iterator[list[str]]:
 @pytest.fixture(scope="module")
 def brief(laptop: Any, secret_seen: list[str]) -> Any:
     """A cluster whose server may idle for two minutes, coming up beside the others."""
-    env = laptop.clone / ".env.brief"
+    (laptop.clone / "light.yaml").write_text(LIGHT.format(clone=laptop.clone))
+    laptop.clone.parent.chmod(0o755)  # the account may run what the laptop installed
     ports = dict(zip(("ART_PORT", "ART_OPENAI_PORT"), laptop.spare_ports, strict=True))
-    env.write_text("".join(f"{name}={port}\n" for name, port in ports.items()))
+    (laptop.clone / ".env.brief").write_text(
+        "".join(f"{name}={port}\n" for name, port in ports.items())
+    )
     return laptop.start(
-        "./launch-cluster.sh -c brief --env-file .env.brief --idle-minutes 2 -i 1 sky/art-cpu.yaml"
+        "./launch-cluster.sh -c brief --env-file .env.brief --idle-minutes 2 light.yaml"
     )
 
 
@@ -227,7 +238,7 @@ def test_down_leaves_nothing_and_may_be_repeated(art: Any, secret_seen: list[str
 def test_sky_down_ends_a_cluster_too(art: Any) -> None:
     # Task and arguments of `sky launch` in any order; the GPUs of the lab are declared, not real.
     art.run("./launch-cluster.sh --dryrun --infra slurm/lab -c gpu sky/art.yaml")
-    art.run("./launch-cluster.sh sky/art-cpu.yaml")
+    art.run("./launch-cluster.sh light.yaml")
     art.run(".venv/bin/sky down --yes art")
     assert left("art") == []
 
