@@ -215,6 +215,8 @@ class ServerConfig(Config):
     """Exit after this many minutes without sampling or training; 0 stays."""
     max_hours: Annotated[float, Env("ART_MAX_HOURS")] = Field(0, ge=0)
     """Exit after this many hours whatever happens; 0 stays."""
+    bucket: Annotated[str | None, Env("ART_BUCKET")] = None
+    """Bucket that the state directory is mounted from, if any: checkpoints are safe there."""
     lora: LoraConfig = LoraConfig()
     """Shape of the LoRA of a new model."""
 

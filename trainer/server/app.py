@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -19,6 +20,7 @@ from trainer.config import ServerConfig
 from trainer.errors import TrainerError
 from trainer.server import art_routes, guard, openai_routes, preview_routes, rollout_routes
 from trainer.server.backend import Backend, WrapEngine
+from trainer.server.farewell import farewell
 
 logger = logging.getLogger(__name__)
 Json = dict[str, Any]
@@ -125,8 +127,11 @@ async def _serve(
         await serving
         raise
     finally:
+        spent = watching.done()
         watching.cancel()
         await backend.stop()
+        for line in farewell(Path(config.state_dir), config.bucket) if spent else []:
+            logger.warning("%s", line)
 
 
 async def _watch_lease(config: ServerConfig, backend: Backend, server: uvicorn.Server) -> None:
