@@ -103,18 +103,34 @@ def up(
 @cli.command(context_settings={"ignore_unknown_options": True})
 @on_cluster
 @click.option("--wait", is_flag=True, help="Show its output and exit with its code.")
+@click.option("--managed", is_flag=True, help="On a cluster of its own, replaced when it is lost.")
+@click.option("--task", type=Path, metavar="TASK", help="Managed: its server.  [sky/art.yaml]")
+@click.option("--state-dir", metavar="DIR", help="Managed: shared disk for checkpoints.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def run(target: Target, wait: bool, command: tuple[str, ...]) -> None:
+def run(
+    target: Target,
+    wait: bool,
+    managed: bool,
+    task: Path | None,
+    state_dir: str | None,
+    command: tuple[str, ...],
+) -> None:
     """Start COMMAND on a cluster beside its server, and print the run's id.
 
     It runs in the synced workdir with its environment active, and finds the server in
-    ART_BASE_URL and OPENAI_BASE_URL.
+    ART_BASE_URL and OPENAI_BASE_URL. With --managed both get a cluster of their own; when that one
+    is lost SkyPilot brings up another, where they go on from the last checkpoint.
 
     \b
     Example:
       launcher run python train.py
       launcher run --wait 'nvidia-smi; df -h'
+      launcher run --managed --task sky/art.yaml python train.py
     """
+    if managed:
+        return _run_managed(target, task or Path("sky/art.yaml"), state_dir, command, wait)
+    if task or state_dir:
+        raise click.UsageError("`--task` and `--state-dir` are for `--managed`")
     cluster = target.cluster
     started = cluster.run(" ".join(command))
     if wait:
@@ -231,6 +247,23 @@ def down(target: Target, to: Path, discard: bool, yes: bool, as_json: bool) -> N
     if pulled or not discard:
         summarize(pulled, to)
     note(f"Cluster `{cluster.name}` is gone" + (f"; {dollars(spent)}" if spent else ""))
+
+
+def _run_managed(
+    target: Target, path: Path, state_dir: str | None, command: tuple[str, ...], wait: bool
+) -> None:
+    from launcher import managed
+    from launcher.task import Task
+
+    if target.local:
+        raise click.UsageError("`--managed` is SkyPilot's, and cannot be `--local`")
+    settings = target.cluster.settings
+    task = Task.load(path, settings, env_file=target.env_file)
+    run_id = managed.start(task, " ".join(command), settings, state_dir=state_dir)
+    click.echo(run_id)
+    note(f"Next: `sky jobs logs {run_id}`, `sky jobs queue`, `sky jobs cancel {run_id}`")
+    if wait:
+        sys.exit(0 if managed.wait(run_id) else 1)
 
 
 def _split(arguments: tuple[str, ...], local: bool) -> tuple[Path, list[str]]:
