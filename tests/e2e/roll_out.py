@@ -2,7 +2,7 @@
 
     OPENAI_BASE_URL=... python tests/e2e/roll_out.py MODEL REQUESTS TOKENS
 
-Prints one JSON object: how many choices came, how many of them finished, and the steps they are of.
+Prints one JSON object: how many choices came, and how many of them finished.
 """
 
 import asyncio

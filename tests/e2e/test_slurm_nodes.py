@@ -5,8 +5,12 @@ sample and train as one, also when one of them is killed; and a managed run outl
 The GPUs of the lab are declared, not real.
 """
 
+import hashlib
+import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
