@@ -12,11 +12,13 @@ import pytest
 import pytest_asyncio
 
 from tests.contract.loras import write_lora
+from tests.contract.nodes import both, head, node
 from tests.serving import vllm_python
 from trainer.base_models import resolve
 from trainer.engines.choose import vllm_program
 from trainer.engines.embedded import EmbeddedEngine
 from trainer.engines.engine import Delta, Engine, SampleRequest
+from trainer.engines.replicas import Replicas
 from trainer.engines.vllm import VllmEngine
 from trainer.errors import BadRequest, Conflict, NotFound, Unsupported, WorkerDied
 
@@ -50,8 +52,29 @@ async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dic
             await asyncio.gather(embedded.stop(), vllm.stop())
 
 
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def replicas(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Replicas]:
+    """Two embedded engines as one, the second in a `trainer engine`."""
+    directory = tmp_path_factory.mktemp("replicas")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ART_CACHE", str(tmp_path_factory.getbasetemp() / "art-cache"))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        async with head(directory) as replicas:
+            with node(replicas, directory):
+                await both(replicas)
+                yield replicas
+
+
+@pytest.fixture(params=["embedded", "vllm", "replicas"])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    if request.param == "replicas":
+        return request.getfixturevalue("replicas")
+    return request.getfixturevalue("engines")[request.param]
+
+
 @pytest.fixture(params=["embedded", "vllm"])
-def engine(engines: dict[str, Engine], request: pytest.FixtureRequest) -> Engine:
+def alone(engines: dict[str, Engine], request: pytest.FixtureRequest) -> Engine:
+    """An engine that no other takes the place of; for that see `test_replicas`."""
     return engines[request.param]
 
 
@@ -249,8 +272,9 @@ async def test_vllm_refuses_by_name_what_would_break_the_server(engines: dict[st
 
 
 async def test_a_dead_engine_is_told_and_lives_again_with_its_loras(
-    engine: Engine, tmp_path: Path
+    alone: Engine, tmp_path: Path
 ) -> None:
+    engine = alone
     path = write_lora(tmp_path / "0001", seed=3)
     request = {"lora": f"lives{engine.name}@1", "temperature": 0, "max_tokens": 4}
     await engine.load(request["lora"], path)
