@@ -5,6 +5,7 @@ for an answer.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import json
 import logging
@@ -114,8 +115,10 @@ class Worker:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
-            while line := await reader.readline():
-                self._calls.take(json.loads(line))
+            # A worker that ended with calls unread resets the connection.
+            with contextlib.suppress(ConnectionResetError):
+                while line := await reader.readline():
+                    self._calls.take(json.loads(line))
         finally:
             if self._process:
                 await self._process.wait()

@@ -33,6 +33,7 @@ from trainer.errors import NotFound, TrainerError
 from trainer.learner.peers import Peers
 
 logger = logging.getLogger(__name__)
+TELL_EVERY = 60.0  # seconds between two lines about a head that is not there
 
 
 def run(config: NodeConfig) -> None:
@@ -71,7 +72,7 @@ class Node:
             "X-Art-Identity": self._identity(),
         }
         url = self._config.head.replace("http", "ws", 1)
-        reached, delay = time.monotonic(), 1.0
+        reached, delay, told = time.monotonic(), 1.0, -TELL_EVERY
         try:
             while True:
                 try:
@@ -88,7 +89,9 @@ class Node:
                     delay = 1.0 if reached - began > 60 else min(delay * 2, 30.0)
                 except (OSError, InvalidHandshake, TimeoutError) as error:
                     _raise_if_refused(error)
-                    logger.info("the head at %s is not there yet: %s", url, error)
+                    if time.monotonic() - told > TELL_EVERY:
+                        told = time.monotonic()
+                        logger.info("the head at %s is not there: %s", url, error)
                 if time.monotonic() - reached > self._config.patience * 60:
                     raise TrainerError(
                         f"The head `{self._config.head}` was not reached for "
