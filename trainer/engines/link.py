@@ -76,6 +76,8 @@ class Link:
 
     async def load(self, lora: str, path: Path) -> None:
         """Have the engine hold a LoRA, sending the files it lacks; they are hashed there."""
+        if lora in self._held:  # asked with every request, also while another LoRA travels
+            return
         async with self._loading, asyncio.timeout(LOAD_WITHIN):
             if lora in self._held:
                 return

@@ -79,12 +79,15 @@ class LoraStore:
         temporary.rename(target)
         return []
 
+    def delete(self, path: Path) -> None:
+        shutil.rmtree(path, ignore_errors=True)
+
     def keep_only(self, paths: Iterable[Path]) -> None:
         """Delete every other LoRA."""
         keep = {path.name for path in paths} | {"arriving"}
         for path in self._directory.iterdir():
             if path.name not in keep:
-                shutil.rmtree(path, ignore_errors=True)
+                self.delete(path)
 
 
 def frames(path: Path, digest: str) -> Iterable[bytes]:

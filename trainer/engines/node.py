@@ -205,8 +205,10 @@ class Node:
         return {"missing": missing}
 
     async def _unload(self, *, lora: str) -> None:
-        self._loras.pop(lora, None)
+        path = self._loras.pop(lora, None)
         await self._running().unload(lora)
+        if path and path not in self._loras.values():
+            await asyncio.to_thread(self._store.delete, path)
 
     async def _keep_only(self, *, loras: list[str]) -> None:
         for lora in set(self._loras) - set(loras):
