@@ -86,13 +86,13 @@ class Replicas:
         self._add(self._own)
 
     async def stop(self) -> None:
+        self._ready.clear()  # who leaves from here on is not lost
         await asyncio.gather(*(link.goodbye() for link in self._links), return_exceptions=True)
         if self._server:
             self._server.close()
             await self._server.wait_closed()
         for task in (*self._tasks, *([self._reviving] if self._reviving else [])):
             task.cancel()
-        self._ready.clear()
         await self._engine.stop()
 
     async def configure(self, arguments: Mapping[str, Any]) -> None:
