@@ -12,6 +12,8 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -29,6 +31,7 @@ from trainer.model import Policy
 
 T = TypeVar("T")
 JOIN_WITHIN = timedelta(minutes=30)  # other machines may still be set up
+BROKEN = "broken"  # set in the store by a process that comes a second time
 IDLE_FOR = timedelta(days=365)  # a process waits for the next step as long as it takes
 
 
@@ -172,20 +175,43 @@ def join(device: torch.device) -> World:
     if size > 1:
         if device.type == "cuda":
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            *place,
-            size,
-            is_master=rank == 0,
-            timeout=JOIN_WITHIN,
-            # Else it would listen on every address of this machine.
-            master_listen_fd=_listen(place) if rank == 0 else None,
-        )
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=store,
+            store=_meet(rank, size),
             rank=rank,
             world_size=size,
             timeout=IDLE_FOR,
         )
     return World()
+
+
+def _meet(rank: int, size: int) -> Any:
+    """The store of the world; one that this process was in before has lost it, and is ended."""
+    place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+    def store(**how: Any) -> Any:
+        return dist.TCPStore(*place, size, timeout=JOIN_WITHIN, **how)  # type: ignore[attr-defined]
+
+    # A listening socket, else it would listen on every address of this machine.
+    first = {"is_master": True, "master_listen_fd": _listen(place)} if rank == 0 else {}
+    met = store(**first)
+    # By a store of its own: this one is busy for as long as somebody waits for others.
+    threading.Thread(target=_watch, args=[store(wait_for_workers=False)], daemon=True).start()
+    if met.add(f"joined/{rank}", 1) > 1:
+        met.set(BROKEN, "yes")
+        time.sleep(JOIN_WITHIN.total_seconds())  # until the watch ends this process too
+    return met
+
+
+def _watch(store: Any) -> None:
+    """End this process when its world is broken: what waits for a lost process never returns."""
+    while True:
+        time.sleep(1)
+        try:
+            broken = store.check([BROKEN])
+        except Exception:  # its first process is gone, in words that differ by version
+            broken = True
+        if broken:
+            sys.stderr.write("The learner's processes lost each other\n")
+            sys.stderr.flush()
+            os._exit(1)
