@@ -1,12 +1,19 @@
 """Bringing checkpoints home: fetch what is new, then trust nothing without its sha256."""
 
+import contextlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from kit.manifest import damage
 from launcher.errors import DamagedCheckpoint, LauncherError
-from launcher.provider import STATE_DIR, Provider
+from launcher.provider import STATE_DIR, Progress, Provider
+
+# Finished checkpoints only: the server writes into a directory whose name starts with a dot.
+_CHECKPOINTS = "*/models/*/checkpoints/[0-9]*/**"
+_METRICS = ("*/models/*/history.jsonl", "*/training_metrics.jsonl", "*/reward_plot.png")
+PULLED = f"{STATE_DIR}/pulled"
+"""Where the server finds what is safe at home: `PROJECT/NAME/STEP` a line."""
 
 # `0007`; the server writes into `.0007-xyz` and renames, so other names are not finished.
 _STEP = re.compile(r"\d{4,}")
@@ -25,20 +32,36 @@ class PulledCheckpoint:
     """Whether this pull brought it."""
 
 
-def pull(provider: Provider, cluster: str, to: Path) -> list[PulledCheckpoint]:
-    """Copy the checkpoints of `cluster` below `to`, verify each, and list all that are there."""
-    before = set(find(to))
+def pull(provider: Provider, cluster: str, to: Path, progress: Progress) -> list[PulledCheckpoint]:
+    """Copy checkpoints and metrics of `cluster` below `to`, verify, and list all that are there."""
+    before = {path for path in find(to) if not damage(path)}
+
+    def fetch(*, checksum: bool) -> None:
+        patterns = (_CHECKPOINTS, *_METRICS)
+        provider.fetch(cluster, STATE_DIR, to, patterns, checksum=checksum, progress=progress)
+
     try:
         to.mkdir(parents=True, exist_ok=True)
+        fetch(checksum=False)
+        if any(damage(path) for path in find(to)):
+            # Same size and time, other content: only a comparison of the content finds that.
+            fetch(checksum=True)
     except OSError as exc:
         raise LauncherError(
-            f"`{to}` cannot be written: {exc.strerror}", hint="Choose another with `--to`"
+            f"`{to}` cannot be written: {exc.strerror}",
+            hint="Make room there, or choose another place with `--to`",
         ) from exc
-    provider.fetch(cluster, STATE_DIR, to, checksum=False)
-    if any(damage(path) for path in find(to)):
-        # Same size and time, other content: only a comparison of the content finds that.
-        provider.fetch(cluster, STATE_DIR, to, checksum=True)
-    return [_verified(path, new=path not in before) for path in find(to)]
+    pulled = [_verified(path, new=path not in before) for path in find(to)]
+    if any(checkpoint.new for checkpoint in pulled):
+        lines = [f"{it.project}/{it.model}/{it.step:04}\n" for it in pulled]
+        with contextlib.suppress(LauncherError):  # told in its last lines, nothing hangs on it
+            provider.write(cluster, PULLED, "".join(lines))
+    return pulled
+
+
+def metrics(directory: Path) -> list[Path]:
+    """The files of metrics below `directory`."""
+    return sorted(path for pattern in _METRICS for path in directory.glob(pattern))
 
 
 def find(directory: Path) -> list[Path]:

@@ -1,21 +1,35 @@
-"""`launcher`: the program on the laptop. Commands parse, call and print; nothing else."""
+"""`launcher`: the program on the laptop. Commands parse, call and print; nothing else.
+
+Here are the verbs that act on a cluster; those that tell of one are in `cli_reports`.
+"""
 
 import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
 import kit.cli
 from kit.cli import data, note
+from launcher.cli_reports import (
+    as_json,
+    cost,
+    doctor,
+    dollars,
+    logs,
+    ls,
+    megabytes,
+    progress_bar,
+    pull,
+    save_to,
+    summarize,
+)
 from launcher.target import Target, on_cluster
 
-if TYPE_CHECKING:
-    from launcher.checkpoints import PulledCheckpoint
-
-HOME = Path("checkpoints")
-"""Where `pull` and `down` bring checkpoints when `--to` is not given."""
+LARGE = 200_000_000
+"""Bytes of a workdir above which `sync` warns."""
+SHOWN = 20
+"""Names that `sync` shows of what it sent, and of what it removed."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -32,35 +46,50 @@ def cli() -> None:
     """
 
 
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
-save_to = click.option(
-    "--to", type=Path, default=HOME, show_default=True, metavar="DIR", help="Where to save."
-)
-
-
 @cli.command(context_settings={"ignore_unknown_options": True})
 @on_cluster
 @click.option("--env", "envs", multiple=True, metavar="NAME=VALUE", help="An env of the task.")
+@click.option("--max-hours", type=click.FloatRange(0), help="End after so many hours.  [8]")
+@click.option("--idle-minutes", type=click.FloatRange(0), help="End when idle so long.  [30]")
+@click.option("--max-cost", type=click.FloatRange(0, min_open=True), help="End at so many dollars.")
+@click.option("--no-lease", is_flag=True, help="Stay, and cost, until it is ended.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[TASK] [SKY ARGUMENT]...")
-def up(target: Target, envs: tuple[str, ...], arguments: tuple[str, ...]) -> None:
+def up(
+    target: Target,
+    envs: tuple[str, ...],
+    max_hours: float | None,
+    idle_minutes: float | None,
+    max_cost: float | None,
+    no_lease: bool,
+    arguments: tuple[str, ...],
+) -> None:
     """Bring a cluster up with TASK and wait until its server is healthy.
 
     TASK is `sky/art.yaml` when not given, with --local `sky/art-cpu.yaml`. Any other argument is
-    one of `sky launch`. Safe to repeat.
+    one of `sky launch`. Safe to repeat. The cluster ends by itself when its lease is over; the
+    defaults are in `.env`.
 
     \b
     Example:
       launcher up
       launcher up sky/art-cpu.yaml -c rehearsal --infra slurm
       launcher up --local --env BASE_MODEL=tiny-random
+      launcher up --max-cost 20
     """
+    from launcher.lease import Lease, told
     from launcher.task import Task
 
     cluster = target.cluster
     path, rest = _split(arguments, target.local)
+    lease = Lease(max_hours, idle_minutes, max_cost, no_lease)
     task = Task.load(
-        path, cluster.settings, env_file=target.env_file, envs=dict(map(_assignment, envs))
+        path,
+        cluster.settings,
+        env_file=target.env_file,
+        envs=dict(map(_assignment, envs)),
+        lease=lease,
     )
+    note(told(task.envs, task.max_cost))
     if not cluster.up(task, rest, progress=note):
         note("Nothing was launched")
         return
@@ -74,18 +103,34 @@ def up(target: Target, envs: tuple[str, ...], arguments: tuple[str, ...]) -> Non
 @cli.command(context_settings={"ignore_unknown_options": True})
 @on_cluster
 @click.option("--wait", is_flag=True, help="Show its output and exit with its code.")
+@click.option("--managed", is_flag=True, help="On a cluster of its own, replaced when it is lost.")
+@click.option("--task", type=Path, metavar="TASK", help="Managed: its server.  [sky/art.yaml]")
+@click.option("--state-dir", metavar="DIR", help="Managed: shared disk for checkpoints.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def run(target: Target, wait: bool, command: tuple[str, ...]) -> None:
+def run(
+    target: Target,
+    wait: bool,
+    managed: bool,
+    task: Path | None,
+    state_dir: str | None,
+    command: tuple[str, ...],
+) -> None:
     """Start COMMAND on a cluster beside its server, and print the run's id.
 
     It runs in the synced workdir with its environment active, and finds the server in
-    ART_BASE_URL and OPENAI_BASE_URL.
+    ART_BASE_URL and OPENAI_BASE_URL. With --managed both get a cluster of their own; when that one
+    is lost SkyPilot brings up another, where they go on from the last checkpoint.
 
     \b
     Example:
       launcher run python train.py
       launcher run --wait 'nvidia-smi; df -h'
+      launcher run --managed --task sky/art.yaml python train.py
     """
+    if managed:
+        return _run_managed(target, task or Path("sky/art.yaml"), state_dir, command, wait)
+    if task or state_dir:
+        raise click.UsageError("`--task` and `--state-dir` are for `--managed`")
     cluster = target.cluster
     started = cluster.run(" ".join(command))
     if wait:
@@ -97,39 +142,53 @@ def run(target: Target, wait: bool, command: tuple[str, ...]) -> None:
 
 @cli.command()
 @on_cluster
-@click.option("--follow/--no-follow", default=True, show_default=True, help="Go on as it grows.")
-@click.option("--tail", type=click.IntRange(0), default=0, metavar="N", help="The last N lines.")
-@click.argument("run_id", required=False, metavar="[RUN]")
-def logs(target: Target, follow: bool, tail: int, run_id: str | None) -> None:
-    """Show the output of a run, by default the newest.
+@click.argument("run_id", metavar="RUN")
+def cancel(target: Target, run_id: str) -> None:
+    """End a run; the server itself ends with `launcher down`.
 
     \b
     Example:
-      launcher logs
-      launcher logs 1 --no-follow --tail 50
+      launcher cancel 3
     """
-    target.cluster.logs(run_id, follow=follow, tail=tail)
+    if target.cluster.cancel(run_id):
+        note(f"Run `{run_id}` is cancelled; see it with `launcher logs {run_id}{target.options}`")
+    else:
+        note(f"Run `{run_id}` was over already")
 
 
 @cli.command()
 @on_cluster
-@save_to
 @as_json
-def pull(target: Target, to: Path, as_json: bool) -> None:
-    """Bring the checkpoints home and check every file against its sha256.
+@click.argument("workdir", type=Path, default=Path("."), metavar="[DIR]")
+def sync(target: Target, as_json: bool, workdir: Path) -> None:
+    """Bring the cluster's copy of DIR, by default of this directory, up to date.
 
-    Only what is new is sent, and an interrupted pull goes on where it stopped.
+    Sends what changed, less what `.gitignore` names, or `.skyignore` where there is one, and
+    deletes what was removed here. What the cluster made itself stays.
 
     \b
     Example:
-      launcher pull
-      launcher pull --to ~/models --json
+      launcher sync
+      launcher sync --json
     """
-    cluster = target.cluster
-    pulled = cluster.pull(to)
+    from launcher.files import select, size
+
+    sizes = size(workdir, select(workdir))
+    if sum(sizes.values()) > LARGE:
+        largest = max(sizes, key=lambda name: sizes[name])
+        note(
+            f"warning: `{workdir}` is {megabytes(sum(sizes.values()))}, `{largest}` alone "
+            f"{megabytes(sizes[largest])}; name in `.gitignore` or `.skyignore` what need not go"
+        )
+    sent = target.cluster.sync(workdir)
     if as_json:
-        data([vars(checkpoint) for checkpoint in pulled])
-    _summarize(pulled, to)
+        data(vars(sent))
+    for sign, names in (("+", sent.files), ("-", sent.removed)):
+        for name in names[:SHOWN]:
+            note(f"{sign} {name}")
+        if len(names) > SHOWN:
+            note(f"{sign} … and {len(names) - SHOWN} more")
+    note(f"Sent {len(sent.files)} files ({megabytes(sent.bytes)}), removed {len(sent.removed)}")
 
 
 @cli.command()
@@ -146,7 +205,7 @@ def tunnel(target: Target, port: int | None, openai_port: int | None) -> None:
       launcher tunnel
       launcher tunnel --port 17999 --openai-port 18000
     """
-    from launcher.cluster import wait_for_ever, wait_until_healthy
+    from launcher.endpoints import wait_for_ever, wait_until_healthy
 
     cluster = target.cluster
     settings = cluster.settings
@@ -162,33 +221,12 @@ def tunnel(target: Target, port: int | None, openai_port: int | None) -> None:
 
 @cli.command()
 @on_cluster
-@as_json
-def ls(target: Target, as_json: bool) -> None:
-    """List the clusters, or with -c the runs of one.
-
-    \b
-    Example:
-      launcher ls
-      launcher ls -c art --json
-    """
-    cluster = target.cluster
-    rows: list[Any] = cluster.runs() if target.named else cluster.provider.clusters()
-    if as_json:
-        data([vars(row) for row in rows])
-        return
-    for row in rows:
-        click.echo("\t".join(str(value) for value in vars(row).values()))
-    if not rows:
-        note("There is nothing to list; `launcher up` brings a cluster up")
-
-
-@cli.command()
-@on_cluster
 @save_to
 @click.option("--discard", is_flag=True, help="Do not bring the checkpoints home first.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-def down(target: Target, to: Path, discard: bool, yes: bool) -> None:
-    """Bring the checkpoints home, verify them, and tear the cluster down.
+@as_json
+def down(target: Target, to: Path, discard: bool, yes: bool, as_json: bool) -> None:
+    """Bring the checkpoints home, verify them, tear the cluster down and say what it cost.
 
     Safe to repeat, and on a cluster that is half made.
 
@@ -201,10 +239,31 @@ def down(target: Target, to: Path, discard: bool, yes: bool) -> None:
     loss = " and lose what was not pulled" if discard else ""
     if not yes:
         click.confirm(f"Tear down cluster `{cluster.name}`{loss}?", abort=True, err=True)
-    pulled = cluster.down(None if discard else to)
+    with progress_bar() as progress:
+        pulled, spent = cluster.down(None if discard else to, progress=progress)
+    if as_json:
+        costs = vars(spent) if spent else None
+        data({"pulled": [vars(checkpoint) for checkpoint in pulled], "cost": costs})
     if pulled or not discard:
-        _summarize(pulled, to)
-    note(f"Cluster `{cluster.name}` is gone")
+        summarize(pulled, to)
+    note(f"Cluster `{cluster.name}` is gone" + (f"; {dollars(spent)}" if spent else ""))
+
+
+def _run_managed(
+    target: Target, path: Path, state_dir: str | None, command: tuple[str, ...], wait: bool
+) -> None:
+    from launcher import managed
+    from launcher.task import Task
+
+    if target.local:
+        raise click.UsageError("`--managed` is SkyPilot's, and cannot be `--local`")
+    settings = target.cluster.settings
+    task = Task.load(path, settings, env_file=target.env_file)
+    run_id = managed.start(task, " ".join(command), settings, state_dir=state_dir)
+    click.echo(run_id)
+    note(f"Next: `sky jobs logs {run_id}`, `sky jobs queue`, `sky jobs cancel {run_id}`")
+    if wait:
+        sys.exit(0 if managed.wait(run_id) else 1)
 
 
 def _split(arguments: tuple[str, ...], local: bool) -> tuple[Path, list[str]]:
@@ -213,7 +272,7 @@ def _split(arguments: tuple[str, ...], local: bool) -> tuple[Path, list[str]]:
     if any(argument.startswith("-") for argument in arguments):
         if local:
             return Path("sky/art-cpu.yaml"), list(arguments)  # the provider refuses them by name
-        from launcher.sky_provider import split_arguments
+        from launcher.sky_door import split_arguments
 
         positional, options = split_arguments(arguments)
     if len(positional) > 1:
@@ -229,16 +288,8 @@ def _assignment(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _summarize(pulled: "list[PulledCheckpoint]", to: Path) -> None:
-    if not pulled:
-        note("There were no checkpoints to bring home")
-        return
-    new = [checkpoint for checkpoint in pulled if checkpoint.new]
-    size = sum(checkpoint.bytes for checkpoint in new) / 1e6
-    note(
-        f"{len(new)} new of {len(pulled)} checkpoints in `{to}` ({size:.1f} MB), every file "
-        "matches its sha256"
-    )
+for _command in (ls, logs, pull, cost, doctor):
+    cli.add_command(_command)
 
 
 def main() -> None:

@@ -5,32 +5,31 @@ import io
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-import httpx
-
-from launcher import checkpoints
+from launcher import bundle, checkpoints
 from launcher.checkpoints import PulledCheckpoint
-from launcher.errors import ClusterNotFound, LauncherError, ProviderError
-from launcher.provider import ClusterInfo, Provider, Run, RunStatus
+from launcher.endpoints import Endpoints, is_healthy
+from launcher.errors import ClusterNotFound, LauncherError, ProviderError, RemoteError
+from launcher.provider import (
+    STATE_DIR,
+    ClusterInfo,
+    Cost,
+    Progress,
+    Provider,
+    Run,
+    RunStatus,
+    Sent,
+)
 from launcher.settings import Settings, read
+from launcher.state import launching
 from launcher.task import Task
 
+# Logs of the server's processes, by what one may call them.
+_PROCESSES = {"engine": "engine", "vllm": "engine", "learner": "learner"}
 # `run` starts in the synced workdir with its environment active, whatever the provider.
 _PROLOGUE = "cd ~/sky_workdir\nif [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi\n"
-
-
-@dataclass(frozen=True)
-class Endpoints:
-    """Where a server answers on this machine."""
-
-    control: str
-    openai: str
-
-    def exports(self) -> dict[str, str]:
-        return {"ART_BASE_URL": self.control, "OPENAI_BASE_URL": self.openai}
 
 
 class Cluster:
@@ -77,24 +76,30 @@ class Cluster:
         Safe to repeat: a server that is alive is waited for, not started twice. False when the
         `arguments` for `sky launch` asked for a rehearsal.
         """
-        server = self._server()
-        if server is None:
-            server = self.provider.launch(self.name, task, arguments)
+        with launching(self.name):
+            server = self._server()
             if server is None:
-                return False
-        elif arguments:
-            raise ProviderError(
-                f"Cluster `{self.name}` is up already, and `{arguments[0]}` would have no effect",
-                hint=f"Leave it out, or end the cluster with `launcher down -c {self.name}`",
-            )
-        else:
-            progress(f"The server of cluster `{self.name}` runs already")
-        self._wait_until_healthy(server.id, progress)
+                server = self.provider.launch(self.name, task, arguments)
+                if server is None:
+                    return False
+            elif arguments:
+                raise ProviderError(
+                    f"Cluster `{self.name}` is up already, and `{arguments[0]}` would have no "
+                    "effect",
+                    hint=f"Leave it out, or end the cluster with `launcher down -c {self.name}`",
+                )
+            else:
+                progress(f"The server of cluster `{self.name}` runs already, with its first lease")
+            self._wait_until_healthy(server.id, progress)
         return True
+
+    def sync(self, workdir: Path = Path()) -> Sent:
+        """Bring the cluster's copy of `workdir` up to date: what changed, and what is gone."""
+        return self.provider.sync(self.name, workdir)
 
     def run(self, command: str) -> Run:
         """Start `command` beside the server, in the workdir with its environment active."""
-        endpoints = _endpoints(self.settings.port, self.settings.openai_port)
+        endpoints = Endpoints.on_loopback(self.settings.port, self.settings.openai_port)
         return self.provider.run(
             self.name, _PROLOGUE + command, endpoints.exports(), self.settings.secrets()
         )
@@ -105,6 +110,13 @@ class Cluster:
             time.sleep(every)
         return self.provider.exit_code(self.name, run.id)
 
+    def cancel(self, run_id: str) -> bool:
+        """End a run; False when it was over already."""
+        if self._run(run_id).status.over:
+            return False
+        self.provider.cancel(self.name, run_id)
+        return True
+
     def logs(
         self,
         run_id: str | None = None,
@@ -113,22 +125,45 @@ class Cluster:
         tail: int = 0,
         out: TextIO | None = None,
     ) -> None:
-        """Write the output of a run, by default the newest, to `out` (stdout)."""
+        """Write the output of a run, by default the newest, to `out` (stdout).
+
+        `server` is the run of the task itself; `engine` (or `vllm`) and `learner` are processes
+        of the server, which write files of their own.
+        """
+        out = out or sys.stdout
+        if run_id in _PROCESSES:
+            path = f"{STATE_DIR}/logs/{_PROCESSES[run_id]}.log"
+            self.provider.read(self.name, path, follow=follow, tail=tail, out=out)
+            return
+        runs = self.provider.runs(self.name)
+        if run_id == "server":
+            runs, run_id = [run for run in runs if run.name != "run"], None
         if run_id is None:
-            runs = self.provider.runs(self.name)
             if not runs:
                 raise LauncherError(
                     f"Cluster `{self.name}` has no runs yet",
                     hint=f"Start one with `launcher run -c {self.name} COMMAND`",
                 )
             run_id = runs[-1].id
-        else:
-            self._run(run_id)
-        self.provider.logs(self.name, run_id, follow=follow, tail=tail, out=out or sys.stdout)
+        elif all(run.id != run_id for run in runs):
+            raise self._no_run(run_id)
+        self.provider.logs(self.name, run_id, follow=follow, tail=tail, out=out)
 
-    def pull(self, to: Path) -> list[PulledCheckpoint]:
-        """Bring the checkpoints home and verify each; what is here already is not sent again."""
-        return checkpoints.pull(self.provider, self.name, to)
+    def bundle(self, to: Path) -> list[str]:
+        """Pack every log, the metrics and the pictures of packed rows into `to`, secrets blacked.
+
+        Returns the names of the packed files.
+        """
+        return bundle.pack(self.provider, self.name, to, list(self.settings.secrets().values()))
+
+    def pull(
+        self, to: Path, *, progress: Progress = lambda arrived, share: None
+    ) -> list[PulledCheckpoint]:
+        """Bring checkpoints and metrics home; what is here already is not sent again.
+
+        Every file of a checkpoint is checked against its sha256.
+        """
+        return checkpoints.pull(self.provider, self.name, to, progress)
 
     @contextlib.contextmanager
     def tunnel(self, port: int = 0, openai_port: int = 0) -> Iterator[Endpoints]:
@@ -136,7 +171,7 @@ class Cluster:
         settings = self.settings
         wanted = {settings.port: port, settings.openai_port: openai_port}
         with self.provider.tunnel(self.name, wanted) as local:
-            yield _endpoints(local[settings.port], local[settings.openai_port])
+            yield Endpoints.on_loopback(local[settings.port], local[settings.openai_port])
 
     def status(self) -> ClusterInfo | None:
         """The cluster as its provider sees it, or None."""
@@ -145,14 +180,42 @@ class Cluster:
     def runs(self) -> list[Run]:
         return self.provider.runs(self.name)
 
-    def down(self, pull_to: Path | None) -> list[PulledCheckpoint]:
-        """End the cluster, after its checkpoints are safe in `pull_to`; None discards them."""
+    def cost(self) -> Cost:
+        return self.provider.cost(self.name)
+
+    def watch(self, to: Path, *, every: float = 15.0) -> Iterator[list[PulledCheckpoint]]:
+        """Pull again and again until the newest run is over; gives each pull that brought some."""
+        runs = self.runs()
+        while runs:
+            over = self._run(runs[-1].id).status.over  # before the pull: nothing is left behind
+            pulled = self.pull(to)
+            if over or any(checkpoint.new for checkpoint in pulled):
+                yield pulled
+            if over:
+                return
+            time.sleep(every)
+
+    def down(
+        self, pull_to: Path | None, *, progress: Progress = lambda arrived, share: None
+    ) -> tuple[list[PulledCheckpoint], Cost | None]:
+        """End the cluster, after its checkpoints are safe in `pull_to`; None discards them.
+
+        Returns what is safe and what the cluster cost, None where there was none.
+        """
         status = self.status()
-        pulled = []
+        pulled: list[PulledCheckpoint] = []
         if pull_to is not None and status is not None and status.status != "init":
-            pulled = self.pull(pull_to)
+            try:
+                pulled = self.pull(pull_to, progress=progress)
+            except RemoteError as error:
+                lose = f"or lose what is there with `launcher down -c {self.name} --discard`"
+                raise RemoteError(error.message, hint=f"{error.hint}; {lose}") from error
+        spent = None
+        if status is not None:
+            with contextlib.suppress(LauncherError):  # no bill keeps a cluster up
+                spent = self.cost()
         self.provider.down(self.name)
-        return pulled
+        return pulled, spent
 
     def _server(self) -> Run | None:
         """The task's own run if it is alive: the first of those that are."""
@@ -169,7 +232,10 @@ class Cluster:
         for run in self.provider.runs(self.name):
             if run.id == run_id:
                 return run
-        raise LauncherError(
+        raise self._no_run(run_id)
+
+    def _no_run(self, run_id: str) -> LauncherError:
+        return LauncherError(
             f"Cluster `{self.name}` has no run `{run_id}`",
             hint=f"List its runs with `launcher ls -c {self.name}`",
         )
@@ -179,10 +245,10 @@ class Cluster:
         started = time.monotonic()
         while True:
             with self.tunnel() as endpoints:
-                for _ in range(15):
+                for _ in range(50):
                     if is_healthy(endpoints):
                         return
-                    time.sleep(1)
+                    time.sleep(0.3)
             status = self._run(run_id).status
             if status.over:
                 raise ProviderError(
@@ -198,37 +264,3 @@ class Cluster:
         self.provider.logs(self.name, run_id, follow=False, tail=20, out=out)
         lines = [line.strip() for line in out.getvalue().splitlines() if line.strip()]
         return f"`{lines[-1]}`" if lines else "it wrote nothing"
-
-
-def is_healthy(endpoints: Endpoints) -> bool:
-    """Whether both ports answer."""
-    addresses = (endpoints.control, endpoints.openai.removesuffix("/v1"))
-    try:
-        # The addresses are loopback: a proxy of the environment has no say.
-        with httpx.Client(trust_env=False, timeout=10) as client:
-            return all(client.get(f"{address}/health").is_success for address in addresses)
-    except httpx.TransportError:
-        return False
-
-
-def wait_until_healthy(endpoints: Endpoints, cluster: str, patience: float = 60.0) -> None:
-    """Return when the server answers, or raise after `patience` seconds."""
-    deadline = time.monotonic() + patience
-    while not is_healthy(endpoints):
-        if time.monotonic() > deadline:
-            raise ProviderError(
-                f"The server of cluster `{cluster}` does not answer",
-                hint=f"See what it does with `launcher logs -c {cluster}`",
-            )
-        time.sleep(1)
-
-
-def wait_for_ever(endpoints: Endpoints, cluster: str) -> None:
-    """Until Ctrl-C, or an error when the server is gone."""
-    while True:
-        time.sleep(30)
-        wait_until_healthy(endpoints, cluster)
-
-
-def _endpoints(port: int, openai_port: int) -> Endpoints:
-    return Endpoints(f"http://127.0.0.1:{port}", f"http://127.0.0.1:{openai_port}/v1")

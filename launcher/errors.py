@@ -3,6 +3,7 @@
 LauncherError
 ├── TaskError         the task YAML cannot be used
 ├── ClusterNotFound   no cluster of that name
+├── NoCloud           SkyPilot has no credentials of any cloud
 ├── NoCapacity        nobody has the machine that was asked for
 ├── ProviderError     SkyPilot, or the local sandbox, failed
 ├── RemoteError       a command or transfer on the cluster failed
@@ -22,6 +23,10 @@ class TaskError(LauncherError):
 
 class ClusterNotFound(LauncherError):
     hint = "List clusters with `launcher ls`"
+
+
+class NoCloud(LauncherError):
+    hint = "See with `sky check` what each cloud needs"
 
 
 class NoCapacity(LauncherError):

@@ -11,16 +11,16 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
 from launcher.errors import ClusterNotFound, LauncherError, ProviderError, TaskError
-from launcher.provider import WORKDIR, ClusterInfo, Run, RunStatus
+from launcher.files import copy_if_new, forgotten, remember, same, select, size
+from launcher.local_runs import born, end, read_run, show
+from launcher.provider import WORKDIR, Check, ClusterInfo, Cost, Progress, Run, RunStatus, Sent
 from launcher.task import Task
 
 
@@ -37,6 +37,11 @@ class LocalProvider:
                 hint="Leave it out, or leave `--local` out",
             )
         _refuse(task)
+        if task.max_cost is not None:
+            raise LauncherError(
+                "A local cluster costs nothing, so `--max-cost` means nothing to it",
+                hint="Give `--max-hours`, or leave `--local` out",
+            )
         if any(not run.status.over for run in self._runs_or_none(name)):
             raise ProviderError(
                 f"The local cluster `{name}` is up already",
@@ -44,7 +49,7 @@ class LocalProvider:
             )
         home = self.root / name / "home"
         home.mkdir(parents=True, exist_ok=True)
-        _sync(Path(task.config.get("workdir") or "."), home / WORKDIR)
+        self._sync(name, Path(task.config.get("workdir") or "."))
         for target, source in (task.config.get("file_mounts") or {}).items():
             _mount(Path(source).expanduser(), home, target)
         # Setup is part of the run, as with SkyPilot: `logs` shows it and its failure ends the run.
@@ -75,29 +80,55 @@ class LocalProvider:
         except (OSError, ValueError):
             return 137  # ended from outside before it could say so
 
+    def sync(self, name: str, workdir: Path) -> Sent:
+        self._existing(name)
+        return self._sync(name, workdir)
+
+    def cancel(self, name: str, run_id: str) -> None:
+        end(self._run_directory(name, run_id))
+
     def logs(self, name: str, run_id: str, *, follow: bool, tail: int, out: TextIO) -> None:
         directory = self._run_directory(name, run_id)
-        with (directory / "log").open(encoding="utf-8", errors="replace") as log:
-            lines = log.readlines()
-            out.writelines(lines[-tail:] if tail else lines)
-            while follow:
-                over = _read_run(directory).status.over  # before the read: no line is lost
-                out.write(log.read())
-                out.flush()
-                if over:
-                    return
-                time.sleep(0.2)
+        show(
+            directory / "log",
+            follow=lambda: follow and not read_run(directory).status.over,
+            tail=tail,
+            out=out,
+        )
 
-    def fetch(self, name: str, source: str, to: Path, *, checksum: bool) -> None:
+    def read(self, name: str, path: str, *, follow: bool, tail: int, out: TextIO) -> None:
+        file = self._existing(name) / "home" / path
+        if not file.is_file():
+            raise LauncherError(f"Cluster `{name}` has no `~/{path}` yet", hint="Try again later")
+        show(file, follow=lambda: follow and self._status(name) == "up", tail=tail, out=out)
+
+    def write(self, name: str, path: str, text: str) -> None:
+        file = self._existing(name) / "home" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+
+    def fetch(
+        self,
+        name: str,
+        source: str,
+        to: Path,
+        patterns: Sequence[str],
+        *,
+        checksum: bool,
+        progress: Progress,
+    ) -> None:
         # A copy on one disk costs what reading to compare it would: `checksum` copies all.
         base = self._existing(name) / "home" / source
-        for path in sorted(base.glob("*/models/*/checkpoints/[0-9]*/**/*")):
-            target = to / path.relative_to(base)
-            if path.is_file() and (checksum or not _same(path, target)):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                partial = target.with_name(f".{target.name}.partial")
-                shutil.copy2(path, partial)
-                partial.replace(target)
+        globs = [f"{pattern}/*" if pattern.endswith("**") else pattern for pattern in patterns]
+        found = {path for glob in globs for path in base.glob(glob) if path.is_file()}
+        targets = {path: to / path.relative_to(base) for path in sorted(found)}
+        new = [path for path, target in targets.items() if checksum or not same(path, target)]
+        total, done = sum(path.stat().st_size for path in new), 0
+        for path in new:
+            targets[path].unlink(missing_ok=True)
+            copy_if_new(path, targets[path])
+            done += path.stat().st_size
+            progress(done, done / max(total, 1))
 
     @contextlib.contextmanager
     def tunnel(self, name: str, ports: Mapping[int, int]) -> Iterator[Mapping[int, int]]:
@@ -116,8 +147,28 @@ class LocalProvider:
             return
         for run in self._runs_or_none(name):
             if not run.status.over:
-                _end(directory / "runs" / run.id)
+                end(directory / "runs" / run.id)
         shutil.rmtree(directory)
+
+    def cost(self, name: str) -> Cost:
+        first = self._existing(name) / "runs" / "1" / "about.json"
+        began = first.stat().st_mtime if first.is_file() else time.time()
+        return Cost(0.0, 0.0, (time.time() - began) / 3600, None)
+
+    def checks(self) -> list[Check]:
+        return []  # this machine is all it needs
+
+    def _sync(self, name: str, workdir: Path) -> Sent:
+        """Copy `workdir`, less what is ignored, and delete what was copied before and is gone."""
+        files, to = select(workdir), self.root / name / "home" / WORKDIR
+        record = self.root / name / "sent.json"
+        gone = [path for path in forgotten(record, workdir, files) if (to / path).is_file()]
+        for path in gone:
+            (to / path).unlink()
+        sent = [path for path in files if copy_if_new(workdir / path, to / path)]
+        to.mkdir(exist_ok=True)
+        remember(record, workdir, files)
+        return Sent(tuple(sent), tuple(gone), sum(size(workdir, sent).values()))
 
     def _start(
         self,
@@ -156,7 +207,7 @@ class LocalProvider:
             check=True,
         )
         pid = int(started.stdout)
-        (directory / "pid").write_text(f"{pid} {_born(pid)}")
+        (directory / "pid").write_text(f"{pid} {born(pid)}")
         return Run(run_id, label, RunStatus.RUNNING)
 
     def workdir(self, name: str) -> Path:
@@ -174,7 +225,7 @@ class LocalProvider:
     def _runs_or_none(self, name: str) -> list[Run]:
         runs = self.root / name / "runs"
         numbered = sorted(runs.iterdir(), key=lambda path: int(path.name)) if runs.is_dir() else []
-        return [_read_run(path) for path in numbered]
+        return [read_run(path) for path in numbered]
 
     def _run_directory(self, name: str, run_id: str) -> Path:
         directory = self._existing(name) / "runs" / run_id
@@ -188,41 +239,6 @@ class LocalProvider:
     def _status(self, name: str) -> str:
         running = any(not run.status.over for run in self._runs_or_none(name))
         return "up" if running else "stopped"
-
-
-def _read_run(directory: Path) -> Run:
-    label = json.loads((directory / "about.json").read_text())["name"]
-    if (directory / "exit").is_file():
-        code = int((directory / "exit").read_text())
-        status = RunStatus.SUCCEEDED if code == 0 else RunStatus.FAILED
-    else:
-        status = RunStatus.RUNNING if _pid(directory) else RunStatus.CANCELLED
-    return Run(directory.name, label, status)
-
-
-def _pid(directory: Path) -> int | None:
-    """The process of a run if it is alive: the number alone may be another process by now."""
-    try:
-        pid, _, born = (directory / "pid").read_text().partition(" ")
-    except OSError:
-        return None
-    return int(pid) if born and _born(int(pid)) == born else None
-
-
-def _born(pid: int) -> str:
-    """When process `pid` started, or an empty string when there is none."""
-    command = ["ps", "-o", "lstart=", "-p", str(pid)]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
-
-
-def _end(directory: Path, patience: float = 15.0) -> None:
-    """End the process group of a run: ask first, and after `patience` seconds insist."""
-    deadline = time.monotonic() + patience
-    while pid := _pid(directory):
-        insist = time.monotonic() > deadline
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(os.getpgid(pid), signal.SIGKILL if insist else signal.SIGTERM)
-        time.sleep(0.3)
 
 
 def _refuse(task: Task) -> None:
@@ -242,27 +258,6 @@ def _refuse(task: Task) -> None:
         )
 
 
-def _sync(workdir: Path, to: Path) -> None:
-    """Copy `workdir` to `to`, less what its .gitignore names."""
-    if not workdir.is_dir():
-        raise TaskError(f"There is no workdir `{workdir}`", hint="Run from the project's root")
-    with tempfile.TemporaryDirectory() as empty:
-        # An empty repository over the same tree: every file that is not ignored is untracked in it.
-        git = ["git", f"--git-dir={empty}", f"--work-tree={workdir.resolve()}"]
-        try:
-            subprocess.run(["git", "init", "--quiet", "--bare", empty], check=True)
-            listed = subprocess.run(
-                [*git, "ls-files", "-z", "--others", "--exclude-standard"],
-                cwd=workdir, check=True, capture_output=True, text=True,
-            ).stdout  # fmt: skip
-        except (OSError, subprocess.CalledProcessError) as exc:
-            raise ProviderError(
-                f"`{workdir}` cannot be listed with git: {exc}", hint="Install git"
-            ) from exc
-    for name in filter(None, listed.split("\0")):
-        _copy(workdir / name, to / name)
-
-
 def _mount(source: Path, home: Path, target: str) -> None:
     if not source.exists():
         raise TaskError(f"There is no `{source}` to mount at `{target}`")
@@ -272,17 +267,4 @@ def _mount(source: Path, home: Path, target: str) -> None:
             f"`{target}` is outside the sandbox of a local cluster", hint="Mount it below `~/`"
         )
     for file in source.rglob("*") if source.is_dir() else [source]:
-        _copy(file, path / file.relative_to(source) if source.is_dir() else path)
-
-
-def _copy(source: Path, target: Path) -> None:
-    if source.is_file() and not _same(source, target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(source, target)
-
-
-def _same(source: Path, target: Path) -> bool:
-    if not target.is_file():
-        return False
-    one, other = source.stat(), target.stat()
-    return one.st_size == other.st_size and int(one.st_mtime) == int(other.st_mtime)
+        copy_if_new(file, path / file.relative_to(source) if source.is_dir() else path)

@@ -3,7 +3,7 @@
 A provider knows clusters by name. Its methods raise `LauncherError`s only.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -49,11 +49,59 @@ class ClusterInfo:
     """The cloud or Slurm cluster with its resources, or the sandbox directory."""
 
 
+@dataclass(frozen=True)
+class Sent:
+    """What a sync changed on a cluster."""
+
+    files: tuple[str, ...]
+    """Files that were sent, relative to the workdir."""
+    removed: tuple[str, ...]
+    """Files that are not here any more, and now not there either."""
+    bytes: int
+    """Size of the files that were sent."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a cluster cost, in US dollars by its provider's prices."""
+
+    so_far: float
+    per_hour: float
+    hours: float
+    """How long it has been up."""
+    lease_ends: float | None
+    """When its lease is over, in seconds since 1970; None when it has none or nobody could tell."""
+
+    def projected(self, now: float) -> float | None:
+        """What it will have cost when the lease is over."""
+        if self.lease_ends is None:
+            return None
+        return self.so_far + self.per_hour * max(self.lease_ends - now, 0) / 3600
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that `doctor` looked at."""
+
+    name: str
+    ok: bool
+    told: str
+    """What was found, in one sentence."""
+    fix: str = ""
+    """What to do about it."""
+
+
+Progress = Callable[[int, float], None]
+"""Told the bytes that arrived and the share of all, from 0 to 1."""
+
+
 class Provider(Protocol):
     """What every place that can hold a cluster does."""
 
     def launch(self, name: str, task: Task, arguments: Sequence[str]) -> Run | None:
         """Make or reuse cluster `name`, sync, and start setup and run, without waiting for them.
+
+        The task's lease goes along; one in dollars becomes hours by the price of the cluster.
 
         `arguments` are further ones in the provider's own words (those of `sky launch`). Returns
         None when they asked for a rehearsal that starts nothing.
@@ -67,6 +115,16 @@ class Provider(Protocol):
     ) -> Run:
         """Start `command` in the workdir beside what runs already."""
 
+    def sync(self, name: str, workdir: Path) -> Sent:
+        """Bring the cluster's copy of `workdir` up to date.
+
+        Sends what changed and deletes what was sent before and is not here any more; what the
+        cluster made itself stays.
+        """
+
+    def cancel(self, name: str, run_id: str) -> None:
+        """End a run that is not over."""
+
     def runs(self, name: str) -> list[Run]:
         """Every run of the cluster, oldest first; the first is the task's own."""
 
@@ -76,10 +134,27 @@ class Provider(Protocol):
     def logs(self, name: str, run_id: str, *, follow: bool, tail: int, out: TextIO) -> None:
         """Write the output of a run; `tail` of 0 is all of it."""
 
-    def fetch(self, name: str, source: str, to: Path, *, checksum: bool) -> None:
-        """Copy the checkpoints below `source` of the cluster's home to `to`, what is new only.
+    def read(self, name: str, path: str, *, follow: bool, tail: int, out: TextIO) -> None:
+        """Write a text file below the cluster's home to `out`, as `logs` does."""
 
-        With `checksum` a file is new when its content differs, not only its size or time.
+    def write(self, name: str, path: str, text: str) -> None:
+        """Make `text` the content of a file below the cluster's home."""
+
+    def fetch(
+        self,
+        name: str,
+        source: str,
+        to: Path,
+        patterns: Sequence[str],
+        *,
+        checksum: bool,
+        progress: Progress,
+    ) -> None:
+        """Copy files below `source` of the cluster's home to `to`, what is new only.
+
+        A pattern is a path below `source` with `*` in its parts; `/**` at its end is all of a
+        directory. With `checksum` a file is new when its content differs, not only its size or
+        time. A second call goes on where an interrupted one ended.
         """
 
     def tunnel(
@@ -92,3 +167,9 @@ class Provider(Protocol):
 
     def down(self, name: str) -> None:
         """End the cluster and all that runs on it; safe to repeat."""
+
+    def cost(self, name: str) -> Cost:
+        """What the cluster cost so far."""
+
+    def checks(self) -> list[Check]:
+        """What this provider needs to work, and whether it is there."""

@@ -6,15 +6,19 @@ here goes through it. Slurm has no SFTP, so no `get` and `put`.
 
 import contextlib
 import logging
+import shlex
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from kit.errors import NotInstalled
+from launcher import rsync
 from launcher.errors import RemoteError
+from launcher.forward import Forward
+from launcher.provider import Progress, Sent
 
 
 class Remote:
@@ -24,8 +28,8 @@ class Remote:
         self.cluster = cluster
         self.ssh_config = Path.home() / ".sky" / "generated" / "ssh" / cluster
 
-    def run(self, command: str) -> str:
-        """Run `command` in the cluster's home and return its output."""
+    def run(self, command: str, *, out: TextIO | None = None) -> str:
+        """Run `command` in the cluster's home and return its output, or write it to `out`."""
         self._require_alias()
         try:
             from fabric import Config, Connection
@@ -45,7 +49,11 @@ class Remote:
                 self.cluster, config=Config(ssh_config=config), inline_ssh_env=False
             ) as connection:
                 result = connection.run(
-                    command, hide=True, in_stream=False, env={name: value} if name else {}
+                    command,
+                    hide="stderr" if out else True,
+                    out_stream=out,
+                    in_stream=False,
+                    env={name: value} if name else {},
                 )
         except UnexpectedExit as exc:
             raise RemoteError(
@@ -58,25 +66,57 @@ class Remote:
             ) from exc
         return str(result.stdout)
 
-    def fetch(self, source: str, to: Path, options: Sequence[str]) -> None:
-        """Copy what is below `source` to `to` with rsync; a second call goes on where it ended."""
+    def write(self, path: str, text: str) -> None:
+        """Make `text` the content of a file below the cluster's home."""
+        folder = shlex.quote(str(Path(path).parent))
+        self.run(f"mkdir -p {folder} && printf %s {shlex.quote(text)} >{shlex.quote(path)}")
+
+    def fetch(
+        self,
+        source: str,
+        to: Path,
+        patterns: Sequence[str],
+        *,
+        checksum: bool,
+        progress: Progress,
+    ) -> None:
+        """Copy files below `source` to `to`; see `Provider.fetch`."""
+
+        def tell(line: str) -> None:
+            if found := rsync.progress_of(line):
+                progress(*found)
+
+        # In place: however a transfer ends, what arrived is what the next one goes on from.
+        options = ["--archive", "--inplace", "--info=progress2", "--no-inc-recursive"]
+        options += ["--checksum"] if checksum else []
+        options += [*rsync.rules(patterns), "--rsh", self._ssh("-q")]
+        paths = [f"{self.cluster}:{source}/", f"{to}/"]
         self._require_alias()
-        command = ["rsync", "--archive", "--partial", *options, "--rsh", self._ssh("-q")]
-        try:
-            done = subprocess.run(
-                [*command, f"{self.cluster}:{source}/", f"{to}/"],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
+        rsync.transfer([*options, *paths], self.cluster, tell, place=f"`{to}`")
+
+    def send(self, workdir: Path, to: str, files: Sequence[str], gone: Sequence[str]) -> Sent:
+        """Copy `files` of `workdir` to `to`, and delete `gone` there."""
+        self._require_alias()
+        told: list[list[str]] = []
+        with tempfile.NamedTemporaryFile("w") as names:
+            names.write("".join(f"{name}\0" for name in (*files, *gone)))
+            names.flush()
+            options = ["--archive", "--partial-dir=.rsync-partial", "--from0"]
+            options += [f"--files-from={names.name}", "--delete-missing-args"]
+            options += ["--out-format=%o %l %n", "--rsh", self._ssh("-q")]
+            rsync.transfer(
+                [*options, f"{workdir}/", f"{self.cluster}:{to}/"],
+                self.cluster,
+                lambda line: told.append(line.split(" ", 2)),
+                place=f"The disk of cluster `{self.cluster}`",
             )
-        except FileNotFoundError as exc:
-            raise NotInstalled("rsync is not installed", hint="Install `rsync`") from exc
-        if done.returncode:
-            why = (done.stderr.strip().splitlines() or [f"rsync exited {done.returncode}"])[0]
-            raise RemoteError(
-                f"The transfer from `{self.cluster}` failed: {why}",
-                hint="Run the command again; it goes on where it stopped",
-            )
+        sent = [(name, int(size)) for what, size, name in told if what == "send"]
+        files_sent = [(name, size) for name, size in sent if not name.endswith("/")]
+        return Sent(
+            files=tuple(name for name, _ in files_sent),
+            removed=tuple(name for what, _, name in told if what == "del."),
+            bytes=sum(size for _, size in files_sent),
+        )
 
     @contextlib.contextmanager
     def tunnel(self, ports: Mapping[int, int]) -> Iterator[Mapping[int, int]]:
@@ -87,24 +127,18 @@ class Remote:
             _require_free(port)
         forwards = [f"-L{mine}:127.0.0.1:{port}" for port, mine in local.items()]
         options = ["-q", "-N", "-oExitOnForwardFailure=yes", "-oServerAliveInterval=15"]
-        with tempfile.TemporaryFile("w+") as errors:
-            process = subprocess.Popen(
-                ["ssh", "-F", str(self.ssh_config), *options, *forwards, self.cluster],
-                stdin=subprocess.DEVNULL,
-                stdout=errors,
-                stderr=errors,
-            )
-            try:
-                self._wait_until_open(process, list(local.values()))
-                yield local
-            finally:
-                process.terminate()
-                process.wait(timeout=10)
+        forward = Forward(["ssh", "-F", str(self.ssh_config), *options, *forwards, self.cluster])
+        try:
+            self._wait_until_open(forward, list(local.values()))
+            forward.start()  # from now on it is kept open
+            yield local
+        finally:
+            forward.close()
 
-    def _wait_until_open(self, process: "subprocess.Popen[bytes]", ports: Sequence[int]) -> None:
+    def _wait_until_open(self, forward: Forward, ports: Sequence[int]) -> None:
         deadline = time.monotonic() + 60
         while not all(_answers(port) for port in ports):
-            if process.poll() is not None or time.monotonic() > deadline:
+            if not forward.alive or time.monotonic() > deadline:
                 raise RemoteError(
                     f"The tunnel to cluster `{self.cluster}` did not open", hint=self._hint
                 )
@@ -115,7 +149,8 @@ class Remote:
 
     @property
     def _hint(self) -> str:
-        return f"Check that the cluster answers with `ssh {self.cluster}`"
+        # On Slurm and Kubernetes ssh goes through SkyPilot's API server.
+        return f"Check that `ssh {self.cluster}` works, and that `sky api status` does"
 
     def _require_alias(self) -> None:
         if not self.ssh_config.is_file():

@@ -1,15 +1,18 @@
 """`Task`: one YAML of `sky/`, with the envs and secrets that the user's settings give it."""
 
 import difflib
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from secrets import token_urlsafe
 from typing import Any
 
 from kit.config import Location, read_yaml
 from kit.settings import read_env_file
 from launcher.errors import TaskError
+from launcher.lease import AUTOSTOP, DEFAULTS, Lease
 from launcher.settings import OPTIONAL_SECRETS, Settings
 
 # Of SkyPilot's keys those that `sky launch` acts on; `service` and `pool` it would ignore.
@@ -36,6 +39,8 @@ class Task:
     config: Mapping[str, Any]
     envs: Mapping[str, str]
     secrets: Mapping[str, str] = field(repr=False)
+    max_cost: float | None = None
+    """US dollars that the cluster may cost, besides the hours in `envs`."""
 
     @classmethod
     def load(
@@ -45,11 +50,19 @@ class Task:
         *,
         env_file: Path | None = None,
         envs: Mapping[str, str] | None = None,
+        lease: Lease | None = None,
     ) -> "Task":
-        """Read `path` and fill in its envs and secrets; `envs` win over the settings."""
+        """Read `path` and fill in its envs, secrets and lease; `envs` win over the settings."""
+        lease = lease or Lease()
         config, lines = read_yaml(path)
         _check(path, config, lines)
-        values = {**(config.get("envs") or {}), **settings.envs(), **(envs or {})}
+        values = {
+            **DEFAULTS,
+            **(config.get("envs") or {}),
+            **settings.envs(),
+            **lease.envs(settings),
+            **(envs or {}),
+        }
         if missing := [name for name, value in values.items() if value is None]:
             raise TaskError(
                 f"`{path}` needs a value for `{missing[0]}`",
@@ -60,9 +73,17 @@ class Task:
                 **(config.get("file_mounts") or {}),
                 "~/sky_workdir/.art": {"source": settings.bucket, "mode": "MOUNT_CACHED"},
             }
+            values["ART_BUCKET"] = settings.bucket  # the server tells what is safe there
+        if "autostop" not in json.dumps(config.get("resources")):
+            # Without one nothing would tear the cluster down once its server has exited.
+            config["resources"] = {**(config.get("resources") or {}), "autostop": AUTOSTOP}
         secrets = _secrets(path, config, settings, env_file)
+        if int(config.get("num_nodes") or 1) > 1 and "ART_API_KEY" in (config.get("secrets") or {}):
+            # The machines of a cluster know each other by it; nobody else needs to.
+            secrets.setdefault("ART_API_KEY", token_urlsafe(32))
         config["secrets"] = dict.fromkeys(secrets)
-        return cls(path, config, {name: str(value) for name, value in values.items()}, secrets)
+        texts = {name: str(value) for name, value in values.items()}
+        return cls(path, config, texts, secrets, lease.max_cost)
 
     @property
     def name(self) -> str:

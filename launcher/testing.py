@@ -8,7 +8,8 @@ from typing import TextIO
 
 from kit.manifest import write_manifest
 from launcher.errors import ClusterNotFound
-from launcher.provider import ClusterInfo, Run, RunStatus
+from launcher.files import forgotten, remember, select, size
+from launcher.provider import Check, ClusterInfo, Cost, Progress, Run, RunStatus, Sent
 from launcher.task import Task
 
 
@@ -24,17 +25,27 @@ class FakeProvider:
     launched: list[tuple[str, Task, list[str]]] = field(default_factory=list)
     started: list[dict[str, object]] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+    """Small files of the clusters, by their path."""
+    breaks: list[Exception] = field(default_factory=list)
+    """What the next calls of `fetch` raise, the last first."""
+    status: str = "up"
+    """What every cluster is."""
+    spent: Cost = field(default_factory=lambda: Cost(1.5, 3.0, 0.5, None))
+    _sizes: dict[str, int] = field(default_factory=dict)
     _runs: dict[str, list[Run]] = field(default_factory=dict)
 
     def launch(self, name: str, task: Task, arguments: Sequence[str]) -> Run | None:
         self.launched.append((name, task, list(arguments)))
         if "--dryrun" in arguments:
             return None
+        workdir = Path(task.config.get("workdir") or ".")
+        remember(_record(), workdir, select(workdir))
         self._runs.setdefault(name, []).append(Run("1", task.name, RunStatus.RUNNING))
         return self._runs[name][-1]
 
     def clusters(self) -> list[ClusterInfo]:
-        return [ClusterInfo(name, "up", "nowhere") for name in self._runs]
+        return [ClusterInfo(name, self.status, "nowhere") for name in self._runs]
 
     def run(
         self, name: str, command: str, envs: Mapping[str, str], secrets: Mapping[str, str]
@@ -44,6 +55,21 @@ class FakeProvider:
         status = RunStatus.FAILED if self.code else RunStatus.SUCCEEDED
         runs.append(Run(str(len(runs) + 1), "run", status))
         return runs[-1]
+
+    def sync(self, name: str, workdir: Path) -> Sent:
+        self.runs(name)
+        files = select(workdir)
+        gone, known = forgotten(_record(), workdir, files), size(workdir, files)
+        remember(_record(), workdir, files)
+        changed = [path for path in files if self._sizes.get(path) != known[path]]
+        self._sizes = known
+        return Sent(tuple(changed), tuple(gone), sum(known[path] for path in changed))
+
+    def cancel(self, name: str, run_id: str) -> None:
+        runs = self.runs(name)
+        runs[:] = [
+            Run(run.id, run.name, RunStatus.CANCELLED) if run.id == run_id else run for run in runs
+        ]
 
     def runs(self, name: str) -> list[Run]:
         if name not in self._runs:
@@ -56,20 +82,51 @@ class FakeProvider:
     def logs(self, name: str, run_id: str, *, follow: bool, tail: int, out: TextIO) -> None:
         out.write(f"output of {run_id}\n")
 
-    def fetch(self, name: str, source: str, to: Path, *, checksum: bool) -> None:
+    def read(self, name: str, path: str, *, follow: bool, tail: int, out: TextIO) -> None:
         self.runs(name)
+        out.write(self.files.get(path, f"content of {path}\n"))
+
+    def write(self, name: str, path: str, text: str) -> None:
+        self.runs(name)
+        self.files[path] = text
+
+    def fetch(
+        self,
+        name: str,
+        source: str,
+        to: Path,
+        patterns: Sequence[str],
+        *,
+        checksum: bool,
+        progress: Progress,
+    ) -> None:
+        self.runs(name)
+        if self.breaks:
+            raise self.breaks.pop()
         for place, content in self.checkpoints.items():
             path = to / place / "adapter_model.safetensors"
             if checksum or not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
                 write_manifest(path.parent, {"step": int(path.parent.name)})
+        progress(1, 1.0)
 
     @contextlib.contextmanager
     def tunnel(self, name: str, ports: Mapping[int, int]) -> Iterator[Mapping[int, int]]:
         self.runs(name)
         yield {port: self.port or wanted or port for port, wanted in ports.items()}
 
+    def cost(self, name: str) -> Cost:
+        self.runs(name)
+        return self.spent
+
+    def checks(self) -> list[Check]:
+        return [Check("fake", True, "it is there")]
+
     def down(self, name: str) -> None:
         self.ended.append(name)
         self._runs.pop(name, None)
+
+
+def _record() -> Path:
+    return Path.home() / "fake-sent.json"

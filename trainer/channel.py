@@ -1,11 +1,11 @@
 """How the server talks to its worker processes: JSON lines over a socket pair.
 
-A call is `{"id", "method", "params"}`; its answers are any number of `{"id", "row"}`, then one
-`{"id", "done"}` or `{"id", "error"}`. The worker's stdout and stderr go to its log file, so
-that nothing a library prints can be taken for an answer.
+The worker's stdout and stderr go to its log file, so that nothing a library prints can be taken
+for an answer.
 """
 
 import asyncio
+import contextlib
 import ctypes
 import json
 import logging
@@ -13,33 +13,39 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from kit.errors import KitError
-from trainer import errors
+from trainer.calls import Calls, Json, write_error
 from trainer.errors import WorkerDied
-from trainer.pieces import is_large, pieces
 
 logger = logging.getLogger(__name__)
 FD_VARIABLE = "ART_CHANNEL_FD"
 CHUNK = 1 << 20
 LIMIT = 1 << 30  # bytes in one line: a train request holds every trajectory of a step
-Json = dict[str, Any]
 
 
 class Worker:
     """A child process and the calls to it. Starting it is `start`; a dead one raises WorkerDied."""
 
-    def __init__(self, name: str, module: str, arguments: list[str], *, log: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        arguments: list[str],
+        *,
+        log: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         self.log = log
+        self._environment = environment or {}
         self._command = [sys.executable, "-m", module, *arguments]
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._answers: dict[int, asyncio.Queue[Json]] = {}
-        self._next_id = 0
+        self._calls = Calls(self._write, self._died)
         self._tasks: list[asyncio.Task[None]] = []
         self._reviving = asyncio.Lock()
 
@@ -62,7 +68,7 @@ class Worker:
                 stdout=log,
                 stderr=log,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, FD_VARIABLE: str(theirs.fileno())},
+                env={**os.environ, **self._environment, FD_VARIABLE: str(theirs.fileno())},
             )
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=LIMIT)
         self._tasks = [asyncio.create_task(self._read(reader))]
@@ -82,31 +88,11 @@ class Worker:
 
     async def call(self, method: str, **params: Any) -> Any:
         """Call `method` and return its result."""
-        answers = self._send(method, json.dumps(params).encode())
-        try:
-            while True:
-                answer = await answers.get()
-                if "row" not in answer:
-                    return self._result(answer)
-        finally:
-            self._forget(answers)
+        return await self._calls.call(method, **params)
 
-    async def stream(self, method: str, **params: Any) -> AsyncIterator[Json]:
+    def stream(self, method: str, **params: Any) -> AsyncIterator[Json]:
         """Call `method` and yield its rows; one that is left early is cancelled."""
-        if any(map(is_large, params.values())):  # a step's groups: others are answered meanwhile
-            text = await asyncio.to_thread(lambda: "".join(pieces(params)).encode())
-        else:
-            text = json.dumps(params).encode()
-        answers = self._send(method, text)
-        call, answer = self._next_id, dict[str, Any](row={})
-        try:
-            while "row" in (answer := await answers.get()):
-                yield answer["row"]
-            self._result(answer)
-        finally:
-            self._forget(answers)
-            if "row" in answer and self.running:
-                self._write(call, "cancel", b"{}")
+        return self._calls.stream(method, **params)
 
     async def stop(self) -> None:
         """End the process: politely first, then not."""
@@ -122,42 +108,21 @@ class Worker:
         for task in self._tasks:
             task.cancel()
 
-    def _send(self, method: str, params: bytes) -> asyncio.Queue[Json]:
+    def _write(self, message: str) -> None:
         if not self.running or self._writer is None or self._writer.is_closing():
             raise self._died()
-        self._next_id += 1
-        answers: asyncio.Queue[Json] = asyncio.Queue()
-        self._answers[self._next_id] = answers
-        self._write(self._next_id, method, params)
-        return answers
-
-    def _write(self, call: int, method: str, params: bytes) -> None:
-        assert self._writer
-        head = f'{{"id": {call}, "method": "{method}", "params": '
-        self._writer.write(head.encode() + params + b"}\n")
-
-    def _forget(self, answers: asyncio.Queue[Json]) -> None:
-        self._answers = {key: queue for key, queue in self._answers.items() if queue is not answers}
-
-    def _result(self, answer: Json) -> Any:
-        if "error" not in answer:
-            return answer["done"]
-        if answer["error"] is None:
-            raise self._died()
-        kind = getattr(errors, answer["error"]["type"], errors.TrainerError)
-        raise kind(answer["error"]["message"], hint=answer["error"]["hint"])
+        self._writer.write(message.encode() + b"\n")
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
-            while line := await reader.readline():
-                answer = json.loads(line)
-                if queue := self._answers.get(answer["id"]):
-                    queue.put_nowait(answer)
+            # A worker that ended with calls unread resets the connection.
+            with contextlib.suppress(ConnectionResetError):
+                while line := await reader.readline():
+                    self._calls.take(json.loads(line))
         finally:
             if self._process:
                 await self._process.wait()
-            for queue in self._answers.values():
-                queue.put_nowait({"error": None})
+            self._calls.end()
 
     def _died(self) -> WorkerDied:
         code = self._process.returncode if self._process else None
@@ -217,13 +182,16 @@ class Channel:
         """Send `error`; what is not ours is logged whole and sent as a TrainerError."""
         if not isinstance(error, KitError):
             logger.exception("call %s failed", call)
-            error = errors.TrainerError(f"{type(error).__name__}: {error}")
-        what = {"type": type(error).__name__, "message": error.message, "hint": error.hint}
-        self._write({"id": call, "error": what})
+        self._write({"id": call, "error": write_error(error)})
 
     def _write(self, message: Json) -> None:
         self._socket.setblocking(True)
         self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+
+def visible(devices: str | None) -> dict[str, str]:
+    """The environment in which only these GPUs are seen; None sees all."""
+    return {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
 
 
 def die_with_parent(how: signal.Signals) -> None:

@@ -26,6 +26,14 @@ def cli() -> None:
     """
 
 
+def devices(command: Any) -> Any:
+    """The options of where engine and learner compute."""
+    for name in ("learner", "engine"):
+        text = f"GPUs of the {name}, such as 0,1.  [all]"
+        command = click.option(f"--{name}-devices", metavar="GPUS", help=text)(command)
+    return command
+
+
 @cli.command()
 @click.option("--base-model", metavar="M", help="Model to load: built-in name, directory, hub id.")
 @click.option(
@@ -35,6 +43,10 @@ def cli() -> None:
 @click.option("--port", type=int, help="Port of the control API.  [7999]")
 @click.option("--openai-port", type=int, help="Port of the OpenAI API.  [8000]")
 @click.option("--state-dir", help="Where checkpoints and logs live.  [.art]")
+@devices
+@click.option("--nodes", type=int, metavar="N", help="Machines that train together.  [1]")
+@click.option("--nodes-host", metavar="HOST", help="Address to take engines of others on.")
+@click.option("--nodes-port", type=int, metavar="PORT", help="Its port.  [7998]")
 @click.option("--exit-when-idle", type=float, metavar="MINUTES", help="Exit when idle so long.")
 @click.option("--max-hours", type=float, metavar="HOURS", help="Exit after so long.")
 @click.option("--require-key", is_flag=True, default=None, help="Ask for the key on loopback too.")
@@ -58,11 +70,36 @@ def serve(config_file: Path | None, env_file: Path | None, **flags: Any) -> None
         file, _ = read_yaml(config_file)
     config = gather(ServerConfig, flags=flags, env_file=env_file, file=file)
     _require("fastapi", "uvicorn", "torch", "torchtune")
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request to vLLM
+    _log()
     from trainer.server.app import serve
 
     serve(config)
+
+
+@cli.command()
+@click.option("--head", required=True, metavar="URL", help="Where the server takes engines.")
+@devices
+@click.option("--node-dir", metavar="DIR", help="Where LoRAs and logs live.  [.art/nodes]")
+@click.option("--patience", type=float, metavar="MINUTES", help="Exit without a head.  [30]")
+@click.option("--env-file", type=Path, metavar="FILE", help="Variables from a file.  [.env]")
+def engine(env_file: Path | None, **flags: Any) -> None:
+    """Sample on this machine for the server on another, and train with it.
+
+    Dials that server with ART_API_KEY; no port is opened here. It says what to run.
+
+    \b
+    Example:
+      trainer engine --head http://10.0.0.5:7998
+    """
+    from kit.settings import gather
+    from trainer.config import NodeConfig
+
+    config = gather(NodeConfig, flags=flags, env_file=env_file)
+    _require("websockets", "torch", "torchtune")
+    _log()
+    from trainer.engines.node import run
+
+    run(config)
 
 
 @cli.command()
@@ -224,6 +261,12 @@ def export(checkpoint: Path, output: Path, base_model: str | None, dtype: str) -
     path = export(checkpoint, output, base_model=base_model, dtype=dtype)
     click.echo(path)
     kit.cli.note(f"Load it with `AutoModelForCausalLM.from_pretrained({str(path)!r})`")
+
+
+def _log() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request to vLLM
+    logging.getLogger("websockets").setLevel(logging.WARNING)
 
 
 def _require(*packages: str) -> None:

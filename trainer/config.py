@@ -9,6 +9,7 @@ from pydantic import Field, SecretStr
 from kit.config import Config, validate
 from kit.settings import Env
 
+DEVICES = r"^\d+(,\d+)*$"
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -196,6 +197,16 @@ class ServerConfig(Config):
     """Port of the OpenAI-compatible API."""
     state_dir: str = ".art"
     """Where models, checkpoints and logs live."""
+    engine_devices: str | None = Field(None, pattern=DEVICES)
+    """GPUs of the engine, such as `0,1`; None is all of them, shared with the learner."""
+    learner_devices: str | None = Field(None, pattern=DEVICES)
+    """GPUs of the learner, one process each; None is all of them."""
+    nodes: int = Field(1, ge=1)
+    """Machines that train a step together, this one included; the others run `trainer engine`."""
+    nodes_host: str | None = None
+    """Address where this machine takes the engines of others, all of whom need `api_key`."""
+    nodes_port: int = Field(7998, ge=0, le=65535)
+    """Port of `nodes_host` that `trainer engine` dials; at the one below the learners meet."""
     api_key: Annotated[SecretStr | None, Env("ART_API_KEY")] = None
     """Bearer token asked of every client when `host` is not loopback."""
     require_key: bool = False
@@ -206,13 +217,45 @@ class ServerConfig(Config):
     """Exit after this many hours whatever happens; 0 stays."""
     wandb_api_key: Annotated[SecretStr | None, Env("WANDB_API_KEY")] = None
     """Key of Weights & Biases, where every model then has a run; None reports nowhere."""
+    bucket: Annotated[str | None, Env("ART_BUCKET")] = None
+    """Bucket that the state directory is mounted from, if any: checkpoints are safe there."""
     lora: LoraConfig = LoraConfig()
     """Shape of the LoRA of a new model."""
+
+    @pydantic.model_validator(mode="after")
+    def _nodes_have_an_address(self) -> "ServerConfig":
+        if self.nodes > 1 and not self.nodes_host:
+            raise ValueError(f"nodes is `{self.nodes}`, and nodes_host is not set")
+        return self
+
+    @property
+    def learners_meet(self) -> str:
+        """HOST:PORT of the learner's first process."""
+        return f"{self.nodes_host}:{self.nodes_port - 1}"
 
     @property
     def asks_for_key(self) -> bool:
         """On loopback only where asked for: the control clients of ART and NAT send no key."""
         return self.require_key or not is_loopback(self.host)
+
+
+class NodeConfig(Config):
+    """`trainer engine`: what a machine that joins another's server decides for itself."""
+
+    head: str = Field(pattern=r"^https?://[^/]+/?$")
+    """Where the server takes engines: `http://` and its `nodes_host` and `nodes_port`."""
+    vllm: Annotated[str | None, Env("ART_VLLM")] = None
+    """Python of another environment that has vLLM; None is the one this program runs in."""
+    engine_devices: str | None = Field(None, pattern=DEVICES)
+    """GPUs of the engine, such as `0,1`; None is all of them, shared with the learner."""
+    learner_devices: str | None = Field(None, pattern=DEVICES)
+    """GPUs of the learner, one process each; None is all of them."""
+    node_dir: str = ".art/nodes"
+    """Where LoRAs and logs live, in a directory of the machine's name."""
+    api_key: Annotated[SecretStr | None, Env("ART_API_KEY")] = None
+    """The server's key."""
+    patience: float = Field(30, gt=0)
+    """Exit when the server was not reached for so many minutes: it may be gone for good."""
 
 
 def is_loopback(host: str) -> bool:

@@ -1,7 +1,6 @@
 """What the server relies on in every engine: one suite, run on each, and on both side by side."""
 
 import asyncio
-import json
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -9,52 +8,25 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import pytest_asyncio
-from safetensors.numpy import save_file
 
+from tests.contract.loras import write_lora
+from tests.contract.nodes import both, head, node
 from tests.serving import vllm_python
 from trainer.base_models import resolve
-from trainer.config import LoraConfig
 from trainer.engines.choose import vllm_program
 from trainer.engines.embedded import EmbeddedEngine
 from trainer.engines.engine import Delta, Engine, SampleRequest
+from trainer.engines.replicas import Replicas
 from trainer.engines.vllm import VllmEngine
 from trainer.errors import BadRequest, Conflict, NotFound, Unsupported, WorkerDied
-from trainer.lora import peft_config
-from trainer.tiny_model import CONFIG
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 # Two implementations of the same fp32 arithmetic, over 24 tokens of a model of 4 layers.
 BOUND = 1e-4
 PROMPT = [256, 257, *b"user\nhi", 258, 10, 257, *b"assistant\n"]
 PROMPTS = [PROMPT, [257, *b"user\nWhat is the capital of France?"], [*range(40, 120)], [7]]
-
-
-def write_lora(directory: Path, *, seed: int, rank: int = 4) -> Path:
-    """A LoRA in PEFT form that changes every linear layer."""
-    random = np.random.RandomState(seed)
-    dim, ffn = CONFIG["hidden_size"], CONFIG["intermediate_size"]
-    kv_dim = CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
-    shapes = {
-        **{f"self_attn.{name}": (dim, dim) for name in ("q_proj", "o_proj")},
-        **{f"self_attn.{name}": (dim, kv_dim) for name in ("k_proj", "v_proj")},
-        **{f"mlp.{name}": (dim, ffn) for name in ("gate_proj", "up_proj")},
-        "mlp.down_proj": (ffn, dim),
-    }
-    tensors = {}
-    for layer in range(CONFIG["num_hidden_layers"]):
-        for name, (inputs, outputs) in shapes.items():
-            at = f"base_model.model.model.layers.{layer}.{name}"
-            a, b = random.standard_normal((rank, inputs)), random.standard_normal((outputs, rank))
-            tensors[f"{at}.lora_A.weight"] = (a * 0.05).astype(np.float32)
-            tensors[f"{at}.lora_B.weight"] = (b * 0.05).astype(np.float32)
-    directory.mkdir()
-    save_file(tensors, directory / "adapter_model.safetensors")
-    config = peft_config(LoraConfig(rank=rank, alpha=8), "tiny-random")
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    return directory
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -80,8 +52,29 @@ async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dic
             await asyncio.gather(embedded.stop(), vllm.stop())
 
 
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def replicas(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Replicas]:
+    """Two embedded engines as one, the second in a `trainer engine`."""
+    directory = tmp_path_factory.mktemp("replicas")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ART_CACHE", str(tmp_path_factory.getbasetemp() / "art-cache"))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        async with head(directory) as replicas:
+            with node(replicas, directory):
+                await both(replicas)
+                yield replicas
+
+
+@pytest.fixture(params=["embedded", "vllm", "replicas"])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    if request.param == "replicas":
+        return request.getfixturevalue("replicas")
+    return request.getfixturevalue("engines")[request.param]
+
+
 @pytest.fixture(params=["embedded", "vllm"])
-def engine(engines: dict[str, Engine], request: pytest.FixtureRequest) -> Engine:
+def alone(engines: dict[str, Engine], request: pytest.FixtureRequest) -> Engine:
+    """An engine that no other takes the place of; for that see `test_replicas`."""
     return engines[request.param]
 
 
@@ -279,8 +272,9 @@ async def test_vllm_refuses_by_name_what_would_break_the_server(engines: dict[st
 
 
 async def test_a_dead_engine_is_told_and_lives_again_with_its_loras(
-    engine: Engine, tmp_path: Path
+    alone: Engine, tmp_path: Path
 ) -> None:
+    engine = alone
     path = write_lora(tmp_path / "0001", seed=3)
     request = {"lora": f"lives{engine.name}@1", "temperature": 0, "max_tokens": 4}
     await engine.load(request["lora"], path)

@@ -1,7 +1,12 @@
-"""What every provider does, real and fake; SkyPilot's is in e2e, on a real cluster."""
+"""What every provider does, real and fake; SkyPilot's where ART_TEST_SKYPILOT is set.
+
+`tests/e2e/test_slurm.py` sets it, on the laptop of its Slurm cluster.
+"""
 
 import io
 import os
+import pwd
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +22,11 @@ from launcher.settings import Settings
 from launcher.task import Task
 from launcher.testing import FakeProvider
 
+NAME = "suite"
 TASK = """
 name: demo
 workdir: work
+resources: {cpus: 3, memory: 2}
 envs: {GREETING: hello}
 secrets: {HF_TOKEN: null}
 setup: |
@@ -44,44 +51,97 @@ def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Task:
     return Task.load(tmp_path / "task.yaml", Settings.model_validate({"hf_token": "hf_x"}))
 
 
-@pytest.fixture(params=["local", "fake"])
-def provider(request: pytest.FixtureRequest, tmp_path: Path) -> Provider:
-    return LocalProvider(tmp_path / "clusters") if request.param == "local" else FakeProvider()
+PROVIDERS = ["local", "fake", *(["skypilot"] if os.environ.get("ART_TEST_SKYPILOT") else [])]
+
+
+@pytest.fixture(params=PROVIDERS)
+def provider(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Provider]:
+    if request.param == "fake":
+        yield FakeProvider()
+        return
+    provider: Provider = LocalProvider(tmp_path / "clusters")
+    if request.param == "skypilot":
+        from launcher.sky_provider import SkyProvider
+
+        monkeypatch.setenv("HOME", pwd.getpwuid(os.getuid()).pw_dir)  # where its credentials are
+        provider = SkyProvider()
+    yield provider
+    provider.down(NAME)
+
+
+def quiet(arrived: int, share: float) -> None:
+    pass
 
 
 def wait(provider: Provider, run_id: str) -> RunStatus:
-    for _ in range(200):
-        (run,) = [run for run in provider.runs("art") if run.id == run_id]
+    for _ in range(600):
+        (run,) = [run for run in provider.runs(NAME) if run.id == run_id]
         if run.status.over:
             return run.status
         time.sleep(0.05)
     raise AssertionError(f"run {run_id} did not end")
 
 
-def test_a_cluster_appears_runs_and_goes(provider: Provider, task: Task) -> None:
-    assert provider.clusters() == []
-    server = provider.launch("art", task, [])
+def names(provider: Provider) -> set[str]:
+    return {cluster.name for cluster in provider.clusters()}
+
+
+@pytest.mark.filterwarnings("ignore")  # SkyPilot warns about its own dependencies
+def test_a_cluster_appears_works_and_goes(
+    provider: Provider, task: Task, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    assert NAME not in names(provider)
+    server = provider.launch(NAME, task, [])
     assert server is not None
-    assert [cluster.name for cluster in provider.clusters()] == ["art"]
-    assert [(run.id, run.status) for run in provider.runs("art")] == [
-        (server.id, RunStatus.RUNNING)
-    ]
-    run = provider.run("art", "echo beside", {}, {})
+    assert NAME in names(provider)
+    assert provider.runs(NAME)[-1].id == server.id
+    assert not provider.runs(NAME)[-1].status.over
+
+    run = provider.run(NAME, "echo beside", {}, {})
     assert wait(provider, run.id) is RunStatus.SUCCEEDED
-    assert provider.exit_code("art", run.id) == 0
-    provider.down("art")
-    provider.down("art")
-    assert provider.clusters() == []
+    assert provider.exit_code(NAME, run.id) == 0
+    out = io.StringIO()
+    provider.logs(NAME, run.id, follow=False, tail=0, out=out)
+    assert "beside" in out.getvalue() or isinstance(provider, FakeProvider)
+
+    (tmp_path / "work" / "kept.txt").unlink()
+    (tmp_path / "work" / "new.txt").write_text("new")
+    sent = provider.sync(NAME, tmp_path / "work")
+    assert "new.txt" in sent.files and "left.log" not in sent.files
+    assert sent.removed == ("kept.txt",)
+    assert provider.sync(NAME, tmp_path / "work").files == ()
+
+    provider.write(NAME, f"{STATE_DIR}/note", "one\ntwo\n")
+    out = io.StringIO()
+    provider.read(NAME, f"{STATE_DIR}/note", follow=False, tail=1, out=out)
+    assert out.getvalue().endswith("two\n")
+    if not isinstance(provider, FakeProvider):
+        provider.fetch(NAME, STATE_DIR, tmp_path / "x", ["no*"], checksum=False, progress=quiet)
+        assert (tmp_path / "x" / "note").read_text() == "one\ntwo\n"
+
+    spent = provider.cost(NAME)
+    assert spent.so_far >= 0 and spent.per_hour >= 0
+    assert all(check.ok for check in provider.checks())
+    provider.cancel(NAME, server.id)
+    assert wait(provider, server.id) is RunStatus.CANCELLED
+    provider.down(NAME)
+    provider.down(NAME)
+    assert NAME not in names(provider)
 
 
-def test_a_cluster_that_is_not_there_is_named(provider: Provider) -> None:
+@pytest.mark.filterwarnings("ignore")
+def test_a_cluster_that_is_not_there_is_named(provider: Provider, tmp_path: Path) -> None:
     for call in (
-        lambda: provider.runs("art"),
-        lambda: provider.run("art", "true", {}, {}),
-        lambda: provider.fetch("art", STATE_DIR, Path("x"), checksum=False),
-        lambda: provider.tunnel("art", {1: 1}).__enter__(),
+        lambda: provider.runs(NAME),
+        lambda: provider.run(NAME, "true", {}, {}),
+        lambda: provider.sync(NAME, tmp_path),
+        lambda: provider.cost(NAME),
+        lambda: provider.fetch(NAME, STATE_DIR, Path("x"), [], checksum=False, progress=quiet),
+        lambda: provider.tunnel(NAME, {1: 1}).__enter__(),
     ):
-        with pytest.raises(ClusterNotFound, match="`art`"):
+        with pytest.raises(ClusterNotFound, match=f"`{NAME}`"):
             call()
 
 
@@ -104,6 +164,24 @@ def test_local_syncs_sets_up_and_hands_over_envs_and_secrets(local: LocalProvide
     assert out.getvalue() == "setup in sky_workdir\nhello hf_x kept.txt\n"
     local.down("art")
     assert not list(local.root.iterdir())
+
+
+def test_local_writes_no_secret_and_shows_none(task: Task, tmp_path: Path) -> None:
+    secret = f"hf_{os.urandom(12).hex()}"
+    task.path.write_text("run: 'sleep 60'\nsecrets: {HF_TOKEN: null}\nworkdir: work\n")
+    settings = Settings.model_validate({"hf_token": secret})
+    provider = LocalProvider(tmp_path / "clusters")
+    try:
+        provider.launch("art", Task.load(task.path, settings), [])
+        run = provider.run("art", 'test -n "$HF_TOKEN" && sleep 60', {}, settings.secrets())
+        assert not provider.runs("art")[int(run.id) - 1].status.over
+        shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+        assert "sleep 60" in shown and secret not in shown
+        files = [path for path in tmp_path.rglob("*") if path.is_file()]
+        assert any(path.name == "0.sh" for path in files)
+        assert not [path for path in files if secret.encode() in path.read_bytes()]
+    finally:
+        provider.down("art")
 
 
 def test_local_ends_the_processes_of_its_runs(local: LocalProvider) -> None:
@@ -135,7 +213,7 @@ def test_local_pulls_finished_checkpoints_only(local: LocalProvider, tmp_path: P
     (pulled,) = cluster.pull(tmp_path / "home")
     assert (pulled.step, pulled.new) == (1, True)
     assert not list((tmp_path / "home").rglob(".0002*"))
-    assert [it.new for it in cluster.down(tmp_path / "home")] == [False]
+    assert [it.new for it in cluster.down(tmp_path / "home")[0]] == [False]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +228,7 @@ def test_local_pulls_finished_checkpoints_only(local: LocalProvider, tmp_path: P
 def test_local_refuses_by_name_what_it_cannot_give(
     task: Task, tmp_path: Path, change: str, named: str
 ) -> None:
-    task.path.write_text(TASK + change)
+    task.path.write_text(TASK.replace("resources: {cpus: 3, memory: 2}\n", "") + change)
     with pytest.raises(TaskError, match=named):
         LocalProvider(tmp_path / "c").launch("art", Task.load(task.path, Settings()), [])
     with pytest.raises(LauncherError, match="--gpus"):

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_the_task_is_found_among_arguments_of_sky_launch() -> None:
-    from launcher.sky_provider import split_arguments
+    from launcher.sky_door import split_arguments
 
     given = ["--infra", "slurm/lab", "sky/art-cpu.yaml", "--dryrun", "-i", "5"]
     rest = ["--infra", "slurm/lab", "--dryrun", "-i", "5"]
@@ -21,7 +21,7 @@ def test_the_task_is_found_among_arguments_of_sky_launch() -> None:
 
 
 def test_an_argument_that_sky_launch_does_not_know_is_refused_by_name() -> None:
-    from launcher.sky_provider import split_arguments
+    from launcher.sky_door import split_arguments
 
     with pytest.raises(LauncherError, match="--nonsense") as error:
         split_arguments(["--nonsense"])

@@ -32,22 +32,41 @@ class Laptop:
     """Options that lead a launcher command to the cluster."""
     ports: tuple[int, int]
     """Where the server is reached on this machine."""
+    spare_ports: tuple[int, int] = (0, 0)
+    """For the server of a second cluster."""
     secret: str = SECRET
     """What HF_TOKEN is in its `.env`."""
 
     def run(self, command: str, *, code: int = 0) -> str:
         """Return stdout of `command`; what it told on stderr is in the failure."""
-        done = subprocess.run(
+        return self.finish(self.start(command), code=code)
+
+    def start(self, command: str) -> "subprocess.Popen[str]":
+        """Begin `command`; `finish` waits for it."""
+        return subprocess.Popen(
             [*self.prefix, command],
             cwd=self.clone,
             env=self.environment,
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
-        assert done.returncode == code, f"{command}\n{done.stdout}\n{done.stderr}"
-        assert SECRET not in done.stdout + done.stderr, f"{command} tells a secret"
-        return done.stdout
+
+    def finish(self, process: "subprocess.Popen[str]", *, code: int = 0) -> str:
+        out, err = process.communicate()
+        command = str(process.args[-1])  # type: ignore[index]
+        assert process.returncode == code, f"{command}\n{out}\n{err}"
+        assert SECRET not in out + err, f"{command} tells a secret"
+        return out
+
+    def fails(self, command: str) -> str:
+        """What `command` says on stderr as it ends with our exit code for an error."""
+        process = self.start(command)
+        _, err = process.communicate()
+        assert process.returncode == 1, f"{command}\n{err}"
+        return err
 
     @contextmanager
     def tunnel(self) -> Iterator[str]:
@@ -99,7 +118,9 @@ def pull_home() -> Callable[[Laptop, str], None]:
         assert [(it["model"], it["step"], it["new"]) for it in pulled] == [
             ("tiny", step, True) for step in range(3)
         ]
-        here = laptop.run("cd checkpoints && find . -type f -exec sha256sum {} +")
+        here = laptop.run(
+            "cd checkpoints && find . -path '*/checkpoints/*' -type f -exec sha256sum {} +"
+        )
         assert sorted(here.splitlines()) == sorted(there.splitlines())
         again = json.loads(laptop.run(f".venv/bin/launcher pull{laptop.target} --json"))
         assert not any(it["new"] for it in again)
@@ -166,7 +187,8 @@ def slurm_laptop() -> Iterator[Laptop]:
         assert up.returncode == 0, up.stdout + up.stderr
         clone = LAB / "home/artdev/art-cluster"
         write_env(clone, free_ports())
-        yield Laptop(clone, (str(LAB / "as-dev"),), os.environ, "", free_ports())
+        prefix = (str(LAB / "as-dev"),)
+        yield Laptop(clone, prefix, os.environ, "", free_ports(), free_ports())
     finally:
         subprocess.run([script, "down"], check=True)
         lock.close()
@@ -176,7 +198,8 @@ def write_env(clone: Path, ports: tuple[int, int]) -> None:
     """Ports that are free here (one machine plays both sides), and a secret to look for."""
     text = f"ART_PORT={ports[0]}\nART_OPENAI_PORT={ports[1]}\nHF_TOKEN={SECRET}\n"
     (clone / ".env").write_text(text)
-    (clone / ".env").chmod(0o644)
+    (clone / ".env").chmod(0o600)
+    shutil.chown(clone / ".env", clone.owner())
 
 
 def free_ports() -> tuple[int, int]:

@@ -30,6 +30,22 @@ def test_a_local_cluster_trains_and_its_checkpoints_come_home(
     assert laptop.run(".venv/bin/launcher ls --local --json") == "[]\n"
 
 
+@pytest.mark.timeout(900)
+def test_the_python_api_of_the_readme_runs_as_it_stands_there(local_laptop: Any) -> None:
+    laptop = local_laptop
+    laptop.run("scripts/install")
+    readme = (laptop.clone / "README.md").read_text()
+    (script,) = re.findall(r"```python\n(from pathlib import Path\n.*?)```", readme, re.DOTALL)
+    assert len([line for line in script.splitlines() if line]) == 10
+    (laptop.clone / "readme.py").write_text(script)
+    cost, endpoints, pulled = laptop.run(".venv/bin/python readme.py").splitlines()
+    assert cost.startswith("0 Cost(so_far=0.0")
+    ports = laptop.clone.joinpath(".env").read_text()
+    assert all(f"={url.split(':')[2].split('/')[0]}\n" in ports for url in endpoints.split())
+    assert pulled.startswith("[")
+    assert laptop.run(".venv/bin/launcher ls --local --json") == "[]\n"
+
+
 @pytest.mark.timeout(1800)
 def test_one_command_trains_smollm2_on_temporal_clue(
     local_laptop: Any, capsys: pytest.CaptureFixture[str]

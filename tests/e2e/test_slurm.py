@@ -1,34 +1,269 @@
-"""The thin path on a real Slurm cluster, through SkyPilot, ssh and rsync."""
+"""The whole life of a cluster on a real Slurm, through SkyPilot, ssh and rsync.
 
+The tests of this module are one story in their order: two clusters come up, one is worked on and
+torn down, a second one is ended by SkyPilot alone, and the other has gone away by itself.
+"""
+
+import json
+import os
+import re
+import signal
 import subprocess
-from collections.abc import Callable
+import tarfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+LAB = Path("/tmp/art-slurm-lab")
+LAUNCHER = ".venv/bin/launcher"
+FINETUNE = (
+    "cd sky_workdir/tests/e2e/small_letters && trainer finetune --config_file=config.yaml "
+    "-o finetuning.output_dir ~/sky_workdir/.art/letters -o eval.general.output_dir ~/runs --json "
+)
+# A second cluster need not install what the first one shows: it runs what the laptop has.
+LIGHT = """
+name: light
+resources: {{cpus: 2, memory: 4, autostop: {{idle_minutes: 2, wait_for: jobs, down: true}}}}
+envs: {{BASE_MODEL: tiny-random}}
+run: |
+  {clone}/.venv/bin/trainer serve --engine embedded --port $ART_PORT --openai-port $ART_OPENAI_PORT
+"""
+BIG = """
+import os, pathlib
+from kit.manifest import write_manifest
+path = pathlib.Path(".art/big/models/m/checkpoints/0001")
+path.mkdir(parents=True)
+(path / "weights").write_bytes(os.urandom(1 << 20) * 400)
+write_manifest(path, {"step": 1})
+"""
+pytestmark = pytest.mark.timeout(1800)
 
-@pytest.mark.timeout(1800)
-def test_a_slurm_cluster_trains_and_its_checkpoints_come_home(
-    slurm_laptop: Any,
-    train_two_steps: Callable[[Any], None],
-    pull_home: Callable[[Any, str], None],
-    run_beside: Callable[[Any], None],
+
+@pytest.fixture(scope="module")
+def laptop(slurm_laptop: Any) -> Any:
+    slurm_laptop.run("scripts/install")
+    return slurm_laptop
+
+
+@pytest.fixture(scope="module")
+def secret_seen(laptop: Any) -> Iterator[list[str]]:
+    """Command lines that show the secret, watched while the tests of this module run."""
+    seen: list[str] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.3):
+            told = subprocess.run(["ps", "-eo", "user:20,args"], capture_output=True, text=True)
+            seen.extend(line for line in told.stdout.splitlines() if laptop.secret in line)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    yield seen
+    over.set()
+    thread.join()
+
+
+@pytest.fixture(scope="module")
+def brief(laptop: Any, secret_seen: list[str]) -> Any:
+    """A cluster whose server may idle for two minutes, coming up beside the others."""
+    (laptop.clone / "light.yaml").write_text(LIGHT.format(clone=laptop.clone))
+    laptop.clone.parent.chmod(0o755)  # the account may run what the laptop installed
+    ports = dict(zip(("ART_PORT", "ART_OPENAI_PORT"), laptop.spare_ports, strict=True))
+    (laptop.clone / ".env.brief").write_text(
+        "".join(f"{name}={port}\n" for name, port in ports.items())
+    )
+    return laptop.start(
+        "./launch-cluster.sh -c brief --env-file .env.brief --idle-minutes 2 light.yaml"
+    )
+
+
+@pytest.fixture(scope="module")
+def art(laptop: Any, brief: Any) -> Any:
+    """The cluster `art`, brought up while `brief` comes up too."""
+    laptop.run("./launch-cluster.sh --infra slurm/lab sky/art-cpu.yaml")
+    return laptop
+
+
+def test_both_launches_come_up_and_a_third_of_the_same_name_waits_its_turn(
+    art: Any, brief: Any
 ) -> None:
-    laptop = slurm_laptop
-    laptop.run("./launch-cluster.sh sky/art-cpu.yaml")
-    train_two_steps(laptop)
-    assert laptop.run("ssh -q art command -v trainer").endswith("sky_workdir/.venv/bin/trainer\n")
-    listed = laptop.run("ssh -q art ls sky_workdir/.art/e2e/models/tiny/checkpoints")
-    assert listed.split() == ["0000", "0001", "0002"]
+    if brief.poll() is None:
+        told = art.fails(f"{LAUNCHER} up -c brief sky/art-cpu.yaml")
+        assert "is being launched by another command" in told
+    told = art.run("./launch-cluster.sh sky/art-cpu.yaml 2>&1")  # up twice: the server goes on
+    assert "runs already" in told
+    art.finish(brief)
+    assert {it["name"] for it in json.loads(art.run(f"{LAUNCHER} ls --json"))} == {"art", "brief"}
+    doctor = json.loads(art.run(f"{LAUNCHER} doctor --json"))
+    assert [check["name"] for check in doctor if not check["ok"]] == []
+    assert {"clouds", "API server", "cluster", "health"} <= {check["name"] for check in doctor}
+
+
+def test_ssh_finds_trainer_and_finetunes(art: Any) -> None:
+    assert art.run("ssh -q art command -v trainer").endswith("sky_workdir/.venv/bin/trainer\n")
+    ports = dict(line.split("=") for line in (art.clone / ".env").read_text().splitlines())
+    options = (
+        f"-o llms.policy.base_url http://127.0.0.1:{ports['ART_OPENAI_PORT']}/v1 "
+        f"-o trainer_adapters.backend.backend.port {ports['ART_PORT']}"
+    )
+    told = json.loads(art.run(f"ssh -q art '{FINETUNE} {options}'"))
+    assert (told["epochs"], len(told["rewards"])) == (2, 2)
+
+
+def test_a_run_trains_beside_the_server_and_its_log_stays(art: Any) -> None:
+    command = (
+        "test $(command -v trainer) = $PWD/.venv/bin/trainer && "
+        "LITELLM_LOCAL_MODEL_COST_MAP=True python tests/e2e/train_two_steps.py e2e tiny ../base"
+    )
+    told = art.run(f"{LAUNCHER} run --wait '{command}'")
+    assert re.search(r'"step": 2', told)
+    assert art.run(f"{LAUNCHER} run --wait 'exit 3'", code=3) is not None
+    runs = json.loads(art.run(f"{LAUNCHER} ls -c art --json"))
+    assert [run["status"] for run in runs][-3:] == ["running", "succeeded", "failed"]
+    finished = art.run(f"{LAUNCHER} logs {runs[-2]['id']} --no-follow")
+    assert '"step": 2' in finished
+    assert "OpenAI API on" in art.run(f"{LAUNCHER} logs server --no-follow")
+    assert art.run(f"{LAUNCHER} logs learner --no-follow --tail 5") is not None
+    run_id = art.run(f"{LAUNCHER} run sleep 600").strip()
+    art.run(f"{LAUNCHER} cancel {run_id}")
+    runs = json.loads(art.run(f"{LAUNCHER} ls -c art --json"))
+    assert runs[-1] == {"id": run_id, "name": "run", "status": "cancelled"}
+
+
+def test_a_bundle_holds_every_log_and_no_secret(art: Any) -> None:
+    art.run(f"{LAUNCHER} logs --bundle report.tar.gz")
+    with tarfile.open(art.clone / "report.tar.gz") as archive:
+        names = archive.getnames()
+        texts = [archive.extractfile(name).read() for name in names]  # type: ignore[union-attr]
+    assert {"art/art/logs/learner.log", "art/art/logs/engine.log"} <= set(names)
+    assert any(name.startswith("art/run-") and "art-cpu" in name for name in names)
+    assert not any(art.secret.encode() in text for text in texts)
+
+
+def test_sync_sends_what_changed_and_deletes_what_is_gone(art: Any) -> None:
+    art.run("echo one >new.txt && echo other >gone.txt")
+    sent = json.loads(art.run(f"{LAUNCHER} sync --json"))
+    assert {"new.txt", "gone.txt"} <= set(sent["files"])
+    art.run("ssh -q art 'echo mine >sky_workdir/made-there.txt'")
+    art.run("rm gone.txt && echo two >new.txt")
+    sent = json.loads(art.run(f"{LAUNCHER} sync --json"))
+    assert (sent["files"], sent["removed"]) == (["new.txt"], ["gone.txt"])
+    there = art.run(
+        "ssh -q art 'cd sky_workdir && cat new.txt made-there.txt; ls gone.txt .env'||:"
+    )
+    assert there == "two\nmine\n"
+
+
+def test_the_tunnel_opens_again_after_its_ssh_is_killed(
+    art: Any, train_two_steps: Callable[[Any], None]
+) -> None:
+    with art.tunnel():
+        health = f"curl --silent --fail http://127.0.0.1:{art.ports[0]}/health"
+        art.run(health)
+        forward = f"ssh .*-L{art.ports[0]}:127"
+        (pid,) = art.run(f"pgrep -f '^{forward}'").split()
+        art.run(f"kill -9 {pid}")
+        art.run(f"for _ in $(seq 60); do sleep 1; ! {health} || exit 0; done; exit 1")
+        assert art.run(f"pgrep -f '^{forward}'").split() != [pid]
+
+
+def test_a_pull_that_was_cut_goes_on_and_every_hash_is_right(art: Any) -> None:
+    (art.clone / "big.py").write_text(BIG)
+    art.run(f"{LAUNCHER} sync && ssh -q art 'cd sky_workdir && python big.py'")
+    pull = art.start(f"{LAUNCHER} pull")
+    weights = art.clone / "checkpoints/big/models/m/checkpoints/0001/weights"
+    while pull.poll() is None and (not weights.exists() or weights.stat().st_size < 1 << 24):
+        time.sleep(0.05)
+    for pid in art.run("pgrep -u artdev -f 'rsync --server' || true").split():
+        os.kill(int(pid), signal.SIGKILL)
+    _, err = pull.communicate()
+    assert pull.returncode == 1 and "goes on where it stopped" in err, err
+    assert weights.stat().st_size < 400 << 20
+    # On a disk that is full the sentence says so, and nothing is lost.
+    small = art.clone / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m,mode=777", "tmpfs", small], check=True)
+    try:
+        assert "`small` is full" in art.fails(f"{LAUNCHER} pull --to small")
+    finally:
+        subprocess.run(["umount", small], check=True)
+    pulled = json.loads(art.run(f"{LAUNCHER} pull --json"))
+    assert [(it["project"], it["model"], it["step"]) for it in pulled] == [
+        ("big", "m", 1),
+        *(("e2e", "letters", step) for step in range(3)),
+        *(("e2e", "tiny", step) for step in range(3)),
+    ]
     find = "find . -path './*/checkpoints/*' -type f -exec sha256sum {} +"
-    pull_home(laptop, laptop.run(f'ssh -q art "cd sky_workdir/.art && {find}"'))
-    run_beside(laptop)
-    # Task and arguments of `sky launch` in any order; the GPUs of the lab are declared, not real.
-    laptop.run("./launch-cluster.sh --dryrun --infra slurm/lab -c gpu sky/art.yaml")
+    there = art.run(f'ssh -q art "cd sky_workdir/.art && {find}"')
+    here = art.run(f"cd checkpoints && {find}")
+    assert sorted(here.splitlines()) == sorted(there.splitlines())
+    assert not any(it["new"] for it in json.loads(art.run(f"{LAUNCHER} pull --json")))
+    art.run("test -s checkpoints/e2e/models/tiny/history.jsonl -a -s checkpoints/letters/*.jsonl")
+
+
+def test_the_cost_grows_to_that_of_the_lease(art: Any) -> None:
+    cost = json.loads(art.run(f"{LAUNCHER} cost --json"))
+    assert 0 < cost["so_far"] < cost["per_hour"] < cost["projected"] < 9 * cost["per_hour"]
+
+
+def test_what_cannot_be_is_one_sentence_and_a_hint(art: Any) -> None:
+    for command, sentence in (
+        ("up -c huge sky/art-cpu.yaml --cpus 999", "Nobody has what `huge` asks for"),
+        ("up -c huge sky/art-cpu.yaml --nonsense", "`sky launch` does not take these arguments"),
+        ("run -c none true", "There is no cluster `none`"),
+        ("pull -c none", "There is no cluster `none`"),
+    ):
+        told = art.fails(f"{LAUNCHER} {command}").strip().splitlines()
+        assert any(line.startswith(f"error: {sentence}") for line in told), told
+        assert told[-1].startswith("hint: "), told
+    dead = art.fails(f"SKYPILOT_API_SERVER_ENDPOINT=http://127.0.0.1:9 {LAUNCHER} ls")
+    assert "API server does not answer" in dead and "sky api start" in dead
+
+
+def test_down_leaves_nothing_and_may_be_repeated(art: Any, secret_seen: list[str]) -> None:
+    told = art.run(f"{LAUNCHER} down --yes 2>&1")
+    assert "every file matches its sha256" in told and re.search(r"it cost \$\d", told)
+    art.run(f"{LAUNCHER} down --yes")
+    assert left("art") == []
     # The secret is where the user wrote it, and in nothing else of the laptop.
-    found = laptop.run(f"cd ~ && grep -rlF --exclude-dir=.venv {laptop.secret} .")
+    found = art.run(f"cd ~ && grep -rlF --exclude-dir=.venv {art.secret} .")
     assert found.split() == ["./art-cluster/.env"]
-    laptop.run(".venv/bin/sky down --yes art")
-    assert laptop.run(".venv/bin/launcher ls --json") == "[]\n"
-    squeue = ["bash", "-c", "SLURM_CONF=/tmp/art-slurm-lab/slurm/slurm.conf squeue --noheader"]
-    assert subprocess.run(squeue, capture_output=True, text=True).stdout == ""
+    assert secret_seen == []
+
+
+def test_sky_down_ends_a_cluster_too(art: Any) -> None:
+    # Task and arguments of `sky launch` in any order; the GPUs of the lab are declared, not real.
+    art.run("./launch-cluster.sh --dryrun --infra slurm/lab -c gpu sky/art.yaml")
+    art.run("./launch-cluster.sh light.yaml")
+    art.run(".venv/bin/sky down --yes art")
+    assert left("art") == []
+
+
+def test_skypilot_passes_the_suite_of_the_providers(art: Any) -> None:
+    art.run(
+        "ART_TEST_SKYPILOT=1 .venv/bin/pytest -q tests/contract/test_providers.py -k skypilot "
+        "--basetemp ~/pytest"
+    )
+
+
+def test_an_idle_cluster_goes_away_by_itself(art: Any) -> None:
+    for _ in range(100):
+        if not left("brief"):
+            break
+        time.sleep(3)
+    assert left("brief") == []
+    assert json.loads(art.run(f"{LAUNCHER} ls --json")) == []
+    art.run(f"{LAUNCHER} down -c brief --yes")
+
+
+def left(cluster: str) -> list[str]:
+    """What is left of a cluster on Slurm: its jobs, and its home."""
+    squeue = ["squeue", "--noheader", "--format=%j"]
+    environment = {**os.environ, "SLURM_CONF": str(LAB / "slurm/slurm.conf")}
+    jobs = subprocess.run(squeue, env=environment, capture_output=True, text=True).stdout.split()
+    homes = [str(path) for path in (LAB / "home/arthpc/.sky_clusters").glob(f"{cluster}-*")]
+    return [job for job in jobs if job.startswith(f"{cluster}-")] + homes

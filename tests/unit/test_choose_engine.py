@@ -4,10 +4,12 @@ from pathlib import Path
 import pytest
 
 from kit.errors import ConfigError, NotInstalled
+from trainer.base_models import resolve
+from trainer.channel import Worker, visible
 from trainer.config import ServerConfig
 from trainer.engines import choose
-from trainer.engines.vllm_args import check, flags, rank_for
-from trainer.errors import Unsupported
+from trainer.engines.vllm_args import check, defaults, flags, rank_for
+from trainer.errors import Unsupported, WorkerDied
 
 
 @pytest.mark.parametrize(
@@ -58,7 +60,37 @@ def test_vllm_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_embedded_engine_takes_no_settings_of_vllm(tmp_path: Path) -> None:
     config = ServerConfig(engine="embedded", engine_args={"max_num_seqs": 4})
     with pytest.raises(ConfigError, match="`max_num_seqs`"):
-        choose.create_engine(config, tmp_path, log=tmp_path / "log")
+        choose.create_engine(config, "base", tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("engine", "learner", "parallel", "memory"),
+    [("0,1", "2,3", 2, 0.9), ("0", "1", None, 0.9), ("0,1", "1", 2, 0.5), (None, None, None, 0.5)],
+)
+def test_gpus_of_its_own_are_split_over_and_filled(
+    engine: str | None, learner: str | None, parallel: int | None, memory: float
+) -> None:
+    config = ServerConfig(engine_devices=engine, learner_devices=learner)
+    shared = choose._shares_devices(config)
+    settings = defaults(resolve("tiny-random"), rank=8, cuda=True, devices=engine, shared=shared)
+    assert settings.get("tensor_parallel_size") == parallel
+    assert settings["gpu_memory_utilization"] == memory
+
+
+async def test_a_worker_sees_only_the_gpus_it_was_given(tmp_path: Path) -> None:
+    # Of a process that says what it sees and ends, which its death then quotes.
+    (tmp_path / "seen.py").write_text("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
+    worker = Worker("learner", "seen", [], log=tmp_path / "log", environment=visible("2,3"))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(WorkerDied, match="2,3"):
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        await worker.start()
+    assert visible(None) == {}
+
+
+def test_devices_and_nodes_that_cannot_be_are_refused() -> None:
+    for faulty in ({"engine_devices": "0,"}, {"learner_devices": "gpu0"}, {"nodes": 2}):
+        with pytest.raises(ValueError, match=next(iter(faulty))):
+            ServerConfig.model_validate(faulty)
 
 
 def test_settings_become_the_flags_of_vllm() -> None:

@@ -1,5 +1,7 @@
+import errno
 import http.server
 import json
+import tarfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +13,8 @@ from click.testing import CliRunner, Result
 from kit.cli import show_error
 from kit.errors import KitError
 from launcher.cli import cli
-from launcher.provider import Provider
+from launcher.errors import RemoteError
+from launcher.provider import Cost, Provider
 from launcher.testing import FakeProvider
 
 TASK = "name: demo\nenvs: {BASE_MODEL: tiny-random}\nsecrets: {HF_TOKEN: null}\nrun: serve\n"
@@ -31,7 +34,9 @@ class Healthy(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def healthy_port() -> Iterator[int]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
         yield server.server_address[1]
         server.shutdown()
 
@@ -186,3 +191,146 @@ def test_a_bad_name_and_an_absent_env_file_are_refused(invoke: Invoke) -> None:
     assert (result.exit_code, "`cluster`" in result.stderr) == (1, True)
     result = invoke("ls", "--env-file", "absent", provider=FakeProvider())
     assert "There is no env file `absent`" in result.stderr
+
+
+def test_sync_shows_what_it_sends_and_warns_of_a_large_tree(
+    invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("big.bin").write_bytes(b"x" * 2000)
+    monkeypatch.setattr("launcher.cli.LARGE", 1000)
+    result = invoke("sync", provider=provider)
+    assert "warning: `.` is 0.0 MB, `big.bin` alone" in result.stderr
+    assert "+ big.bin" in result.stderr and ".gitignore" in result.stderr
+    Path("big.bin").unlink()
+    sent = json.loads(invoke("sync", "--json", provider=provider).stdout)
+    assert sent == {"files": [], "removed": ["big.bin"], "bytes": 0}
+
+
+def test_cancel_ends_a_run_once(invoke: Invoke, provider: FakeProvider) -> None:
+    assert "is cancelled" in invoke("cancel", "1", provider=provider).stderr
+    assert "was over already" in invoke("cancel", "1", provider=provider).stderr
+    assert "has no run `9`" in invoke("cancel", "9", provider=provider).stderr
+
+
+def test_cost_is_projected_to_the_end_of_the_lease(
+    invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert invoke("cost", provider=provider).stdout == (
+        "it cost $1.50 in 0.5 hours, $3.00 an hour\n"
+    )
+    monkeypatch.setattr("time.time", lambda: 1000.0)
+    provider.spent = Cost(1.5, 3.0, 0.5, 1000.0 + 7200)
+    told = json.loads(invoke("cost", "--json", provider=provider).stdout)
+    assert (told["so_far"], told["projected"]) == (1.5, 7.5)
+    assert invoke("cost", provider=provider).stdout.endswith("; $7.50 when its lease is over\n")
+
+
+def test_down_says_what_it_cost(invoke: Invoke, provider: FakeProvider) -> None:
+    assert "is gone; it cost $1.50" in invoke("down", "--yes", provider=provider).stderr
+    told = json.loads(invoke("down", "--yes", "--json", provider=provider).stdout)
+    assert told == {"pulled": [], "cost": None}
+
+
+def test_down_of_a_half_made_cluster_pulls_nothing(invoke: Invoke, provider: FakeProvider) -> None:
+    provider.status = "init"
+    provider.breaks = [AssertionError("nothing to fetch from")]
+    assert invoke("down", "--yes", provider=provider).exit_code == 0
+    assert provider.ended == ["art"]
+
+
+def test_down_keeps_a_cluster_whose_checkpoints_it_cannot_reach(
+    invoke: Invoke, provider: FakeProvider
+) -> None:
+    provider.breaks = [RemoteError("The transfer broke off", hint="Run it again")]
+    result = invoke("down", "--yes", provider=provider)
+    assert (result.exit_code, provider.ended) == (1, [])
+    assert "hint: Run it again; or lose what is there with `launcher down -c art --discard`" in (
+        result.stderr
+    )
+    assert invoke("down", "--yes", provider=provider).exit_code == 0
+
+
+def test_a_full_disk_is_one_sentence_and_the_next_pull_mends_it(
+    invoke: Invoke, provider: FakeProvider
+) -> None:
+    provider.checkpoints[CHECKPOINT] = b"lora"
+    provider.breaks = [OSError(errno.ENOSPC, "No space left on device")]
+    result = invoke("pull", provider=provider)
+    assert result.exit_code == 1
+    assert "error: `checkpoints` cannot be written: No space left on device" in result.stderr
+    assert "hint: Make room there" in result.stderr
+    assert "1 new of 1 checkpoints" in invoke("pull", provider=provider).stderr
+
+
+def test_a_pull_notes_on_the_cluster_what_is_safe(invoke: Invoke, provider: FakeProvider) -> None:
+    provider.checkpoints[CHECKPOINT] = b"lora"
+    invoke("pull", provider=provider)
+    assert provider.files == {"sky_workdir/.art/pulled": "demo/m/0001\n"}
+
+
+def test_watch_pulls_until_the_newest_run_is_over(invoke: Invoke, provider: FakeProvider) -> None:
+    invoke("run", "true", provider=provider)  # over at once
+    provider.checkpoints[CHECKPOINT] = b"lora"
+    result = invoke("pull", "--watch", "--every", "0", provider=provider)
+    assert result.exit_code == 0
+    assert "1 new of 1 checkpoints" in result.stderr
+
+
+def test_logs_of_the_parts_of_a_server(invoke: Invoke, provider: FakeProvider) -> None:
+    invoke("run", "true", provider=provider)
+    assert invoke("logs", provider=provider).stdout == "output of 2\n"
+    assert invoke("logs", "server", provider=provider).stdout == "output of 1\n"
+    learner = invoke("logs", "learner", provider=provider).stdout
+    assert learner == "content of sky_workdir/.art/logs/learner.log\n"
+    assert "engine.log" in invoke("logs", "vllm", provider=provider).stdout
+
+
+def test_a_bundle_blacks_secrets_out(
+    invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "output")  # what the fake's runs write
+    assert invoke("logs", "--bundle", "b.tar.gz", provider=provider).exit_code == 0
+    with tarfile.open("b.tar.gz") as archive:
+        (name,) = archive.getnames()
+        file = archive.extractfile(name)
+        assert file is not None and file.read() == b"[secret] of 1\n"
+    assert name == "art/run-1-demo-running.log"
+
+
+def test_doctor_finds_a_misspelt_variable_and_an_open_env_file(
+    invoke: Invoke, provider: FakeProvider
+) -> None:
+    assert invoke("doctor", provider=provider).exit_code == 0
+    Path(".env").write_text("ART_MAX_HOUR=3\n")
+    result = invoke("doctor", "--json", provider=provider)
+    assert result.exit_code == 1
+    (bad,) = [check for check in json.loads(result.stdout) if not check["ok"]]
+    assert (bad["name"], bad["fix"]) == (".env", "Did you mean `ART_MAX_HOURS`?")
+    Path(".env").write_text("HF_TOKEN=x\n")
+    Path(".env").chmod(0o644)
+    assert "Run `chmod 600 .env`" in invoke("doctor", provider=provider).stdout
+    Path(".env").chmod(0o600)
+    assert "the server answers" in invoke("doctor", provider=provider).stdout
+    provider.status = "init"
+    told = invoke("doctor", provider=provider).stdout
+    assert "`art` is init" in told and "launcher up -c art" in told
+
+
+def test_the_lease_of_the_command_line_reaches_the_task(invoke: Invoke, healthy_port: int) -> None:
+    provider = FakeProvider(port=healthy_port)
+    result = invoke("up", "task.yaml", "--max-hours", "2", "--max-cost", "9", provider=provider)
+    task = provider.launched[0][1]
+    assert (task.envs["ART_MAX_HOURS"], task.max_cost) == ("2", 9.0)
+    assert "ends by itself after 30 idle minutes or after 2 hours or at $9.00" in result.stderr
+    result = invoke("up", "task.yaml", "--no-lease", "-c", "b", provider=provider)
+    assert "No lease: the cluster stays" in result.stderr
+
+
+def test_two_launches_of_one_cluster_at_once_are_refused(invoke: Invoke, healthy_port: int) -> None:
+    from launcher.state import launching
+
+    with launching("art"):
+        result = invoke("up", "task.yaml", provider=FakeProvider(port=healthy_port))
+    assert result.exit_code == 1
+    assert "error: Cluster `art` is being launched by another command already" in result.stderr
+    assert invoke("up", "task.yaml", provider=FakeProvider(port=healthy_port)).exit_code == 0

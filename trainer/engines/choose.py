@@ -13,14 +13,38 @@ from kit.errors import ConfigError, NotInstalled
 from trainer.config import ServerConfig
 from trainer.engines.embedded import EmbeddedEngine
 from trainer.engines.engine import Engine
+from trainer.engines.replicas import Meeting, Replicas
 from trainer.engines.vllm import VllmEngine
 
 
-def create_engine(config: ServerConfig, directory: Path, *, log: Path) -> Engine:
-    """The engine that `config` asks for, not started yet.
+def create_engine(config: ServerConfig, base_model: str, directory: Path, logs: Path) -> Engine:
+    """The engine that `config` asks for, not started yet; other machines may add theirs to it.
 
     What a client asks for in `engine_args` is given to its `configure`, before or after.
     """
+    own = _own_engine(config, directory, log=logs / "engine.log")
+    if config.nodes_host is None:
+        return own
+    assert config.api_key  # without one the server does not start
+    learner = {"master": config.learners_meet, "nodes": config.nodes}
+    about = {
+        "base_model": base_model,
+        "engine": chosen(config),
+        "engine_args": config.engine_args,
+        "rank": config.lora.rank,
+        "learner": learner if config.nodes > 1 else None,
+    }
+    meeting = Meeting(
+        config.nodes_host,
+        config.nodes_port,
+        config.api_key.get_secret_value(),
+        about,
+        nodes=config.nodes,
+    )
+    return Replicas(own, meeting)
+
+
+def _own_engine(config: ServerConfig, directory: Path, *, log: Path) -> Engine:
     if chosen(config) == "embedded":
         if config.engine_args:
             names = ", ".join(f"`{name}`" for name in config.engine_args)
@@ -28,7 +52,7 @@ def create_engine(config: ServerConfig, directory: Path, *, log: Path) -> Engine
                 f"`engine_args` sets {names}, and this server samples with the embedded engine",
                 hint="Remove them, or use `--engine vllm`",
             )
-        return EmbeddedEngine(directory, log=log)
+        return EmbeddedEngine(directory, log=log, devices=config.engine_devices)
     return VllmEngine(
         directory,
         program=vllm_program(config.vllm),
@@ -36,6 +60,8 @@ def create_engine(config: ServerConfig, directory: Path, *, log: Path) -> Engine
         rank=config.lora.rank,
         cuda=has_cuda(),
         arguments=config.engine_args,
+        devices=config.engine_devices,
+        shared=_shares_devices(config),
     )
 
 
@@ -43,6 +69,14 @@ def chosen(config: ServerConfig) -> Literal["vllm", "embedded"]:
     if config.engine != "auto":
         return config.engine
     return "vllm" if has_cuda() and (config.vllm or _is_installed("vllm")) else "embedded"
+
+
+def _shares_devices(config: ServerConfig) -> bool:
+    """Whether engine and learner have a GPU in common; each has all of them unless it is told."""
+    engine, learner = config.engine_devices, config.learner_devices
+    if engine is None or learner is None:
+        return True
+    return bool(set(engine.split(",")) & set(learner.split(",")))
 
 
 def has_cuda() -> bool:

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.channel import Worker
+from trainer.channel import Worker, visible
 from trainer.engines.engine import Delta, SampleRequest
 
 
@@ -14,11 +14,14 @@ class EmbeddedEngine:
 
     name = "embedded"
 
-    def __init__(self, model: Path, *, log: Path) -> None:
+    def __init__(self, model: Path, *, log: Path, devices: str | None = None) -> None:
         self._worker = Worker(
-            "engine", "trainer.engines.embedded_worker", ["--model", str(model)], log=log
+            "engine",
+            "trainer.engines.embedded_worker",
+            ["--model", str(model)],
+            log=log,
+            environment=visible(devices),
         )
-
         self._loaded: set[str] = set()
 
     @property
@@ -26,7 +29,10 @@ class EmbeddedEngine:
         return self._worker.running
 
     async def start(self) -> None:
-        await self._worker.start()
+        if self._worker.pid is None:
+            await self._worker.start()
+        else:
+            await self._revive()
 
     async def stop(self) -> None:
         await self._worker.stop()

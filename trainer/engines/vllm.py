@@ -15,6 +15,7 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from trainer.channel import visible
 from trainer.engines import vllm_args
 from trainer.engines.engine import Delta, SampleRequest
 from trainer.engines.text import TextStream
@@ -41,11 +42,15 @@ class VllmEngine:
         rank: int,
         cuda: bool,
         arguments: Mapping[str, Any],
+        devices: str | None = None,
+        shared: bool = True,
     ) -> None:
         vllm_args.check(arguments)
         self._model = model
-        self._cuda = cuda
-        self._defaults = vllm_args.defaults(model, rank=rank, cuda=cuda)
+        self._environment = {**vllm_args.environment(cuda=cuda), **visible(devices)}
+        self._defaults = vllm_args.defaults(
+            model, rank=rank, cuda=cuda, devices=devices, shared=shared
+        )
         self._arguments = dict(arguments)
         self._tokenizer = Tokenizer(model)
         self._program = program
@@ -71,7 +76,7 @@ class VllmEngine:
         arguments = {**self._defaults, **self._arguments}
         await self._process.start(
             lambda socket: vllm_args.command_line(self._model, socket, arguments),
-            vllm_args.environment(cuda=self._cuda),
+            self._environment,
         )
         self._context = await self._process.context()
 

@@ -50,8 +50,10 @@ def rank_for(rank: int) -> int:
     raise Unsupported(f"vLLM takes a LoRA of rank {RANKS[-1]} at most, not `{rank}`")
 
 
-def defaults(directory: Path, *, rank: int, cuda: bool) -> Json:
-    """What we set unless the user does."""
+def defaults(
+    directory: Path, *, rank: int, cuda: bool, devices: str | None = None, shared: bool = True
+) -> Json:
+    """What we set unless the user does; `shared`: the learner is on the same `devices`."""
     settings: Json = {
         "dtype": dtype_name(directory, cuda=cuda),  # the learner's
         "enable_prefix_caching": True,
@@ -61,8 +63,9 @@ def defaults(directory: Path, *, rank: int, cuda: bool) -> Json:
         "max_cpu_loras": 4,
     }
     if cuda:
-        # The learner shares the card.
-        return {**settings, "gpu_memory_utilization": 0.5}
+        if devices and len(devices.split(",")) > 1:
+            settings["tensor_parallel_size"] = len(devices.split(","))
+        return {**settings, "gpu_memory_utilization": 0.5 if shared else 0.9}
     # Compiling takes minutes on a CPU and gains little there. A prompt with a seed whose prefill
     # is cut in chunks ends vLLM's engine on a CPU: "CPU Generator does not use offset".
     return {**settings, "enforce_eager": True, "enable_chunked_prefill": False}

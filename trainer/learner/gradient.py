@@ -136,7 +136,8 @@ class GradientSteps:
             if policy.lora is None:
                 raise Unsupported("`kl_ref_adapter_path` needs a run that trains a LoRA")
             ours = {name: tensor.clone() for name, tensor in lora_state(policy).items()}
-            load_lora(policy, read_tensors(Path(config.kl_ref_adapter_path) / ADAPTER))
+            path = Path(config.kl_ref_adapter_path) / ADAPTER
+            load_lora(policy, self.world.tensors(lambda: read_tensors(path)))
             try:
                 yield lambda row: self._logprobs(row)[0]
             finally:

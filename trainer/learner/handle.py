@@ -4,16 +4,21 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from trainer.channel import Worker
-from trainer.config import LoraConfig, StepConfig
+from trainer.channel import Worker, visible
+from trainer.config import LoraConfig, ServerConfig, StepConfig
 
 
 class Learner:
-    """Handle of `trainer.learner.worker`."""
+    """Handle of `trainer.learner.worker`, the first process of the learner."""
 
-    def __init__(self, base_model: str, *, log: Path) -> None:
+    def __init__(self, base_model: str, *, log: Path, config: ServerConfig | None = None) -> None:
+        config = config or ServerConfig()
         self._worker = Worker(
-            "learner", "trainer.learner.worker", ["--base-model", base_model], log=log
+            "learner",
+            "trainer.learner.worker",
+            arguments(base_model, nodes=config.nodes, number=0, master=config.learners_meet),
+            log=log,
+            environment=visible(config.learner_devices),
         )
 
     @property
@@ -69,3 +74,10 @@ class Learner:
             completion_ids=completion_ids,
         )
         return scores
+
+
+def arguments(base_model: str, *, nodes: int, number: int, master: str) -> list[str]:
+    """The arguments of the learner's process on machine `number` of `nodes`."""
+    alone = ["--base-model", base_model]
+    together = ["--nodes", str(nodes), "--number", str(number), "--master", master]
+    return alone if nodes == 1 else alone + together

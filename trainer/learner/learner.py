@@ -61,9 +61,8 @@ class Learner:
             self._save(state, checkpoints, step, lora, parent=None, config=None)
             self.state, self.loaded = state, (checkpoints, step)
         else:
-            check_belongs(
-                checkpoint.path_of(checkpoints, step), base_model=self.base_model, lora=lora
-            )
+            path = checkpoint.path_of(checkpoints, step)
+            self.world.on_first(lambda: check_belongs(path, base_model=self.base_model, lora=lora))
         return step
 
     def train(
@@ -259,7 +258,7 @@ class Learner:
         self.loaded = None
         if self.state is None or self.state.policy.lora != lora:
             self.state = self._new_state(lora)
-        self.state.read(path)
+        self.state.read(path, self.world)
         self.loaded = (checkpoints, step)
         return step
 
@@ -286,4 +285,5 @@ class Learner:
             if rows:
                 plot_rows(rows, directory / PICTURE)
 
-        return self.world.on_first(lambda: checkpoint.save(checkpoints, step, write, about))
+        path = self.world.on_first(lambda: str(checkpoint.save(checkpoints, step, write, about)))
+        return Path(path)

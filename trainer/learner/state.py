@@ -15,6 +15,7 @@ from torch import Tensor
 from trainer import checkpoint
 from trainer.config import LoraConfig
 from trainer.errors import CheckpointError
+from trainer.learner.world import World
 from trainer.model import Policy, load_lora, peft_config
 
 ADAPTER = "adapter_model.safetensors"
@@ -46,16 +47,16 @@ class State:
             (directory / ADAPTER_CONFIG).write_text(config + "\n", encoding="utf-8")
         save_file(self._optimizer_tensors(), directory / OPTIMIZER)
 
-    def read(self, directory: Path) -> None:
+    def read(self, directory: Path, world: World) -> None:
         """Go on from the checkpoint in `directory`, whose files have been verified."""
         if self.policy.lora is not None:
-            load_lora(self.policy, read_tensors(directory / ADAPTER))
+            load_lora(self.policy, world.tensors(lambda: read_tensors(directory / ADAPTER)))
         else:
-            weights = read_tensors(directory / FULL)
+            weights = world.tensors(lambda: read_tensors(directory / FULL))
             with torch.no_grad():
                 for name, parameter in self.names.items():
                     parameter.copy_(weights[name])
-        tensors = read_tensors(directory / OPTIMIZER)
+        tensors = world.tensors(lambda: read_tensors(directory / OPTIMIZER))
         self.generator.set_state(tensors["generator"])
         self.optimizer.state.clear()
         for name, parameter in self.names.items():

@@ -1,18 +1,19 @@
 """The learner's process: `python -m trainer.learner.worker --base-model tiny-random`.
 
 With `--processes N` (by default one for each GPU) it starts N - 1 more of itself, which train
-each step together with it.
+each step together with it. With `--nodes M` so does the same command on M - 1 other machines.
 """
 
 import argparse
 import logging
 import os
+import signal
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from kit.config import validate
 from kit.errors import KitError
@@ -20,6 +21,7 @@ from trainer import channel
 from trainer.base_models import resolve
 from trainer.config import LoraConfig, read_step_config
 from trainer.device import default_device, default_dtype, keep_freed_memory
+from trainer.errors import OutOfMemory
 from trainer.learner.learner import Learner
 from trainer.learner.world import World, join, start_others
 
@@ -51,27 +53,52 @@ def handlers(learner: Learner) -> Handlers:
     return {"prepare": prepare, "train": train, "score": score}
 
 
-def told_to_all(name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
+def told_to_all(world: World, name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
     """The handler of the first process: it tells the others of the call before it starts."""
 
     def call(**params: Any) -> Any:
-        dist.broadcast_object_list([name, params], src=0)
-        return handler(**params)
+        with leaving_a_broken_world():
+            world.tell([name, params])
+            result = handler(**params)
+        return rows(result) if isinstance(result, Iterator) else result
+
+    def rows(result: Iterator[Any]) -> Iterator[Any]:
+        with leaving_a_broken_world():
+            yield from result
 
     return call
 
 
-def follow(calls: Handlers) -> None:
+@contextmanager
+def leaving_a_broken_world() -> Iterator[None]:
+    """End this process when the others cannot go on with it; all are then started again."""
+    try:
+        yield
+    except (KitError, GeneratorExit):
+        raise
+    except Exception:
+        logger.exception("the learner's processes lost each other")
+        logging.shutdown()
+        os._exit(1)  # what waits for a lost process would never return
+
+
+def follow(world: World, calls: Handlers) -> None:
     """What the other processes do: the same calls as the first one, without answers."""
+    # Whoever started this process would start another in its place.
+    channel.die_with_parent(signal.SIGKILL)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    logger.info("process %s of %s has joined", world.rank, world.size)
     while True:
-        call: list[Any] = [None, None]
-        dist.broadcast_object_list(call, src=0)
-        try:
-            result = calls[call[0]](**call[1])
-            for _ in result if isinstance(result, Iterator) else ():
-                pass
-        except KitError as error:
-            logger.info("not done: %s", error.message)  # the first process answers with it
+        with leaving_a_broken_world():
+            name, params = world.tell()
+            try:
+                result = calls[name](**params)
+                for _ in result if isinstance(result, Iterator) else ():
+                    pass
+            except OutOfMemory as error:
+                raise RuntimeError(error.message) from error  # the others are in mid-step
+            except KitError as error:
+                logger.info("not done: %s", error.message)  # the first process answers with it
 
 
 def main() -> None:
@@ -79,23 +106,27 @@ def main() -> None:
     parser.add_argument("--base-model", required=True)
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto")
     parser.add_argument("--processes", type=int, default=max(torch.cuda.device_count(), 1))
+    parser.add_argument("--nodes", type=int, default=1, help="machines that train together")
+    parser.add_argument("--number", type=int, default=0, help="which of them this is")
+    parser.add_argument("--master", default="", help="HOST:PORT where number 0 is met")
     arguments = parser.parse_args()
     keep_freed_memory()
     device, directory = default_device(), resolve(arguments.base_model)
     dtype = DTYPES.get(arguments.dtype) or default_dtype(directory, device)
-    world = _join(arguments.processes, device)
+    world = _join(arguments, device)
     learner = Learner(arguments.base_model, directory, dtype=dtype, device=device, world=world)
     calls = handlers(learner)
     if world.rank > 0:
-        follow(calls)
+        follow(world, calls)
     if world.size > 1:
-        calls = {name: told_to_all(name, handler) for name, handler in calls.items()}
+        calls = {name: told_to_all(world, name, handler) for name, handler in calls.items()}
     channel.serve(calls)
 
 
-def _join(processes: int, device: torch.device) -> World:
-    if processes > 1 and "RANK" not in os.environ:
-        start_others(processes)
+def _join(arguments: argparse.Namespace, device: torch.device) -> World:
+    processes, nodes = arguments.processes, arguments.nodes
+    if processes * nodes > 1 and "RANK" not in os.environ:
+        start_others(processes, nodes=nodes, number=arguments.number, master=arguments.master)
     return join(device)
 
 

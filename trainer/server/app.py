@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -20,6 +21,7 @@ from trainer.config import ServerConfig
 from trainer.errors import TrainerError
 from trainer.server import art_routes, guard, openai_routes, preview_routes, rollout_routes
 from trainer.server.backend import Backend, WrapEngine
+from trainer.server.farewell import farewell
 
 logger = logging.getLogger(__name__)
 Json = dict[str, Any]
@@ -81,6 +83,11 @@ def serve(config: ServerConfig, *, wrap_engine: WrapEngine | None = None) -> Non
             f"Refusing to listen on `{config.host}` without a key",
             hint="Set `ART_API_KEY`, or stay on `127.0.0.1` and use `launcher tunnel`",
         )
+    if config.nodes_host and config.api_key is None:
+        raise ConfigError(
+            f"Refusing to take engines on `{config.nodes_host}` without a key",
+            hint="Set `ART_API_KEY`, here and for `trainer engine` on the other machines",
+        )
     sockets = [_bind(config.host, port) for port in (config.port, config.openai_port)]
     control, openai = (bound.getsockname()[1] for bound in sockets)
     backend = Backend(config, openai_port=openai, wrap_engine=wrap_engine)
@@ -138,8 +145,11 @@ async def _serve(
         await serving
         raise
     finally:
+        spent = watching.done()
         watching.cancel()
         await backend.stop()
+        for line in farewell(Path(config.state_dir), config.bucket) if spent else []:
+            logger.warning("%s", line)
 
 
 async def _watch_lease(config: ServerConfig, backend: Backend, server: uvicorn.Server) -> None:

@@ -148,11 +148,11 @@ class Backend:
                         await self._engine.configure(engine_args)
                 return
             directory = await asyncio.to_thread(resolve, base_model)
-            engine = create_engine(self.config, directory, log=self._logs / "engine.log")
+            engine = create_engine(self.config, base_model, directory, self._logs)
             await engine.configure(engine_args or {})
             if self._wrap_engine:
                 engine = self._wrap_engine(engine, directory)
-            learner = Learner(base_model, log=self._logs / "learner.log")
+            learner = Learner(base_model, log=self._logs / "learner.log", config=self.config)
             try:
                 await asyncio.gather(engine.start(), learner.start())
             except TrainerError:

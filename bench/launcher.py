@@ -1,0 +1,187 @@
+"""What the launcher adds to SkyPilot, ssh and rsync, on the Slurm cluster of the tests.
+
+    python bench/launcher.py [--rounds 3] [--write]
+
+Needs root, as `tests/lab/slurm.sh` does, which it brings up and takes down. Goals: `up` at most 3 s
+over `sky launch`, a second `sync` with one changed file of 10,000 at most 1.5 times plain rsync,
+`pull` of 1 GB at 90% of plain rsync's speed or more, a line of a log seen within 2 s.
+"""
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from bench.report import Table, machine, write_report  # noqa: E402
+
+LAB = Path("/tmp/art-slurm-lab")
+CLONE = LAB / "home/artdev/art-cluster"
+PORTS = 17899, 17900
+# Answers `/health` on both ports from the first second: what is timed is the launch alone.
+TASK = f"""
+name: bench
+workdir: bench-work
+resources: {{cpus: 4, memory: 4}}
+setup: 'true'
+run: |
+  python3 -m http.server --bind 127.0.0.1 {PORTS[0]} &
+  exec python3 -m http.server --bind 127.0.0.1 {PORTS[1]}
+"""
+CHECKPOINT = """
+import os, pathlib
+from kit.manifest import write_manifest
+path = pathlib.Path(".art/bench/models/m/checkpoints/0001")
+path.mkdir(parents=True, exist_ok=True)
+for part in range(4):
+    (path / f"part-{part}").write_bytes(os.urandom(1 << 20) * 250)
+write_manifest(path, {"step": 1})
+"""
+TICK = "for i in $(seq 12); do date +%s.%N; sleep 1; done"
+
+
+def laptop(command: str) -> str:
+    done = subprocess.run(
+        [LAB / "as-dev", command], stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(f"{command}\n{done.stdout}\n{done.stderr}")
+    return done.stdout
+
+
+def seconds(command: str, then: Callable[[], None] = lambda: None) -> float:
+    """How long a command of the laptop takes, and what has to come after it."""
+    started = time.monotonic()
+    laptop(command)
+    then()
+    return time.monotonic() - started
+
+
+def wait_for_health() -> None:
+    while True:
+        try:
+            for port in PORTS:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+            return
+        except OSError:
+            time.sleep(0.1)
+
+
+def down() -> None:
+    laptop(".venv/bin/launcher down -c bench --discard --yes")
+
+
+def first_line(command: str) -> float:
+    """Seconds until `command` prints anything."""
+    started = time.monotonic()
+    with subprocess.Popen(
+        [LAB / "as-dev", command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        return time.monotonic() - started
+
+
+def line_delays() -> list[float]:
+    """Seconds from when a run writes a line to when `logs` shows it; all of one machine's clock."""
+    run_id = laptop(f".venv/bin/launcher run -c bench '{TICK}'").strip()
+    command = f".venv/bin/launcher logs {run_id} -c bench"
+    delays = []
+    with subprocess.Popen(
+        [LAB / "as-dev", command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            word = line.split()[-1] if line.split() else ""
+            if word.replace(".", "").isdigit() and "." in word:
+                delays.append(time.time() - float(word))
+    return delays[2:]  # what was written before the follower came has waited for it
+
+
+def measure(rounds: int) -> Table:
+    table = Table(["what", "launcher", "plain", "goal"])
+    raw, ours = [], []
+    for _ in range(rounds):
+        launch = ".venv/bin/sky launch -y -d -c bench bench-task.yaml"
+        raw.append(seconds(launch, then=wait_for_health))
+        down()
+        ours.append(seconds(".venv/bin/launcher up -c bench bench-task.yaml"))
+        if len(ours) < rounds:
+            down()
+    row = statistics.median(ours), statistics.median(raw)
+    goal = f"+{row[0] - row[1]:.1f} s; at most +3"
+    table.add(["up / `sky launch -d`, until healthy", f"{row[0]:.1f} s", f"{row[1]:.1f} s", goal])
+
+    config = "-F ~/.sky/generated/ssh/bench -q"
+    plain_sync = f"rsync -a --delete -e 'ssh {config}' bench-work/ bench:plain/"
+    laptop(f"{plain_sync} && .venv/bin/launcher sync -c bench bench-work")
+    syncs: dict[str, list[float]] = {"launcher": [], "plain": []}
+    for index in range(2 * rounds):
+        laptop(f"echo {index} >bench-work/one/17.txt")
+        syncs["plain"].append(seconds(plain_sync))
+        syncs["launcher"].append(seconds(".venv/bin/launcher sync -c bench bench-work"))
+    row = statistics.median(syncs["launcher"]), statistics.median(syncs["plain"])
+    goal = f"{row[0] / row[1]:.2f}x; at most 1.5x"
+    table.add(["second sync, 1 of 10,000 files", f"{row[0]:.2f} s", f"{row[1]:.2f} s", goal])
+
+    (CLONE / "checkpoint.py").write_text(CHECKPOINT)
+    laptop(
+        f"rsync -a -e 'ssh {config}' checkpoint.py kit bench:sky_workdir/ && "
+        f"ssh {config} bench 'cd sky_workdir && python3 checkpoint.py'"
+    )
+    plain_pull = f"rsync -a -e 'ssh {config}' bench:sky_workdir/.art/ plain-home/"
+    pulls: dict[str, list[float]] = {"launcher": [], "plain": []}
+    for _ in range(rounds):
+        laptop("rm -rf plain-home home")
+        pulls["plain"].append(seconds(plain_pull))
+        laptop("rm -rf plain-home")
+        pulls["launcher"].append(seconds(".venv/bin/launcher pull -c bench --to home"))
+    row = statistics.median(pulls["launcher"]), statistics.median(pulls["plain"])
+    goal = f"{row[1] / row[0]:.0%} of its speed; 90% or more"
+    table.add(["pull of 1.05 GB, verified", f"{row[0]:.1f} s", f"{row[1]:.1f} s", goal])
+
+    delays = line_delays()
+    told = f"{statistics.median(delays):.2f} s, at most {max(delays):.2f} s"
+    table.add(["a line of a followed run is seen after", told, "", "within 2 s"])
+    opened = [first_line(".venv/bin/launcher logs server -c bench --no-follow")]
+    sky = [first_line(".venv/bin/sky logs bench --no-follow")]
+    table.add(["first line of a log, from the prompt", f"{opened[0]:.1f} s", f"{sky[0]:.1f} s", ""])
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--write", action="store_true", help="write bench/results/launcher.md")
+    asked = parser.parse_args()
+    load = os.getloadavg()[0]
+    script = ROOT / "tests/lab/slurm.sh"
+    try:
+        subprocess.run([script, "up"], check=True)
+        for folder in ("one", "two"):
+            (CLONE / "bench-work" / folder).mkdir(parents=True)
+            for number in range(5000):
+                (CLONE / f"bench-work/{folder}/{number}.txt").write_text(f"{folder} {number}\n")
+        (CLONE / "bench-work/health").write_text("ok\n")
+        (CLONE / "bench-task.yaml").write_text(TASK)
+        (CLONE / ".env").write_text(f"ART_PORT={PORTS[0]}\nART_OPENAI_PORT={PORTS[1]}\n")
+        subprocess.run(["chown", "-R", "artdev:", CLONE], check=True)
+        laptop("scripts/install && .venv/bin/sky check slurm")
+        table = measure(asked.rounds)
+    finally:
+        subprocess.run([script, "down"], check=True)
+    print(f"\n{table}\n\n{machine(load, ('skypilot', 'fabric'))}")
+    if asked.write:
+        what = "`launcher` beside what it stands on, over a Slurm cluster of one machine; medians"
+        write_report("launcher", what, table, load, packages=("skypilot", "fabric"))
+
+
+if __name__ == "__main__":
+    main()

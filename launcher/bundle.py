@@ -1,0 +1,48 @@
+"""One archive for a bug report: every log of a cluster, its metrics and what its learner drew."""
+
+import contextlib
+import io
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from launcher.errors import LauncherError
+from launcher.provider import STATE_DIR, Provider
+
+_FILES = (
+    "logs/*.log",
+    "*/models/*/history.jsonl",
+    "*/models/*/checkpoints/*/packed_tensors.png",
+    "*/models/*/checkpoints/*/manifest.json",
+)
+
+
+def pack(provider: Provider, cluster: str, to: Path, secrets: Sequence[str]) -> list[str]:
+    """Write a `.tar.gz` to `to` and return the names in it; no value of `secrets` is in it."""
+    with tempfile.TemporaryDirectory() as directory:
+        base = Path(directory)
+        for run in provider.runs(cluster):
+            out = io.StringIO()
+            with contextlib.suppress(LauncherError):  # a run that wrote nothing yet
+                provider.logs(cluster, run.id, follow=False, tail=0, out=out)
+            (base / f"run-{run.id}-{run.name}-{run.status}.log").write_text(out.getvalue())
+        provider.fetch(
+            cluster, STATE_DIR, base / "art", _FILES, checksum=False, progress=lambda *_: None
+        )
+        names = []
+        try:
+            with tarfile.open(to, "w:gz") as archive:
+                for path in sorted(path for path in base.rglob("*") if path.is_file()):
+                    content = path.read_bytes()
+                    for secret in secrets:
+                        content = content.replace(secret.encode(), b"[secret]")
+                    about = archive.gettarinfo(path, f"{cluster}/{path.relative_to(base)}")
+                    about.size = len(content)
+                    archive.addfile(about, io.BytesIO(content))
+                    names.append(about.name)
+        except OSError as exc:
+            raise LauncherError(
+                f"`{to}` cannot be written: {exc.strerror}", hint="Choose another file"
+            ) from exc
+    return names

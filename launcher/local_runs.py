@@ -1,0 +1,62 @@
+"""Runs of a local cluster: a directory each, and a process group while it is alive."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TextIO
+
+from launcher.provider import Run, RunStatus
+
+
+def read_run(directory: Path) -> Run:
+    label = json.loads((directory / "about.json").read_text())["name"]
+    if (directory / "exit").is_file():
+        code = int((directory / "exit").read_text())
+        status = RunStatus.SUCCEEDED if code == 0 else RunStatus.FAILED
+    else:
+        status = RunStatus.RUNNING if _pid(directory) else RunStatus.CANCELLED
+    return Run(directory.name, label, status)
+
+
+def _pid(directory: Path) -> int | None:
+    """The process of a run if it is alive: the number alone may be another process by now."""
+    try:
+        pid, _, when = (directory / "pid").read_text().partition(" ")
+    except OSError:
+        return None
+    return int(pid) if when and born(int(pid)) == when else None
+
+
+def born(pid: int) -> str:
+    """When process `pid` started, or an empty string when there is none."""
+    command = ["ps", "-o", "lstart=", "-p", str(pid)]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+
+
+def end(directory: Path, patience: float = 15.0) -> None:
+    """End the process group of a run: ask first, and after `patience` seconds insist."""
+    deadline = time.monotonic() + patience
+    while pid := _pid(directory):
+        insist = time.monotonic() > deadline
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(os.getpgid(pid), signal.SIGKILL if insist else signal.SIGTERM)
+        time.sleep(0.3)
+
+
+def show(path: Path, *, follow: Callable[[], bool], tail: int, out: TextIO) -> None:
+    """Write a text file to `out`, and what it grows by for as long as `follow` says."""
+    with path.open(encoding="utf-8", errors="replace") as log:
+        lines = log.readlines()
+        out.writelines(lines[-tail:] if tail else lines)
+        going = True
+        while going:
+            going = follow()  # before the read: no line is lost
+            out.write(log.read())
+            out.flush()
+            if going:
+                time.sleep(0.2)

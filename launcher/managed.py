@@ -1,0 +1,109 @@
+"""Managed runs: a command and a server on a cluster of their own, which SkyPilot replaces if lost.
+
+What must outlive a cluster is the server's state: in the bucket of `.env`, or in a directory that
+every cluster of the same place sees. A command that asks the server for its step, as ART's clients
+do, then goes on from the last checkpoint.
+"""
+
+import shlex
+import sys
+import time
+from typing import Any
+
+from launcher.endpoints import Endpoints
+from launcher.errors import LauncherError, ProviderError
+from launcher.provider import STATE_DIR, WORKDIR
+from launcher.settings import Settings
+from launcher.sky_door import sky, translated
+from launcher.task import Task
+
+_SCRIPT = """\
+mkdir -p ~/{workdir} && cd ~/{workdir} || exit 1
+{state}
+[ ! -f .venv/bin/activate ] || . .venv/bin/activate
+( {server}
+) & server=$!
+trap 'kill $server 2>/dev/null; wait $server' EXIT
+for port in {ports}; do
+  until (exec 3<>/dev/tcp/127.0.0.1/$port) 2>/dev/null; do
+    if ! kill -0 $server 2>/dev/null; then
+      echo "The server ended before the command began" >&2
+      exit 1
+    fi
+    sleep 1
+  done
+done
+bash -c {command} & command=$!
+wait -n $server $command
+code=$?
+if kill -0 $command 2>/dev/null; then
+  echo "The server ended before the command did" >&2
+  kill $command
+  exit 1
+fi
+exit $code
+"""
+
+
+def start(task: Task, command: str, settings: Settings, *, state_dir: str | None) -> str:
+    """Start `command` beside the task's server on a cluster of its own; returns the run's id."""
+    config = _config(task, command, settings, state_dir)
+    skypilot = sky()
+    with translated(task.name):
+        job = skypilot.Task.from_yaml_config(
+            config,
+            env_overrides=list(task.envs.items()),
+            secrets_overrides=list(task.secrets.items()),
+        )
+        ids, _ = skypilot.stream_and_get(skypilot.jobs.launch(job, name=task.name))
+    if not ids:
+        raise ProviderError("SkyPilot gave the managed run no id")
+    return str(ids[0])
+
+
+def wait(run_id: str) -> bool:
+    """Show the output of a managed run until it is over; whether it went well."""
+    skypilot = sky()
+    with translated(run_id):
+        skypilot.jobs.tail_logs(job_id=int(run_id), follow=True, output_stream=sys.stdout)
+        while not (status := _status(skypilot, int(run_id))).is_terminal():
+            time.sleep(5)  # it is between two clusters
+    return bool(status == skypilot.ManagedJobStatus.SUCCEEDED)
+
+
+def _status(skypilot: Any, run_id: int) -> Any:
+    (record,) = skypilot.get(skypilot.jobs.queue(refresh=True, job_ids=[run_id]))
+    return record["status"]
+
+
+def _config(task: Task, command: str, settings: Settings, state_dir: str | None) -> dict[str, Any]:
+    config = dict(task.config)
+    mounts = dict(config.get("file_mounts") or {})
+    state = ""
+    if state_dir is not None:
+        if not state_dir.startswith("/"):
+            raise LauncherError(
+                f"`--state-dir` is `{state_dir}`, which another cluster would not find",
+                hint="Give a whole path on a disk that all of them share",
+            )
+        mounts.pop(f"~/{STATE_DIR}", None)
+        where = shlex.quote(state_dir)
+        state = f"mkdir -p {where} && ln -sfn {where} .art || exit 1"
+    elif f"~/{STATE_DIR}" not in mounts:
+        raise LauncherError(
+            "A managed run has no place that outlives its cluster",
+            hint="Set `ART_BUCKET` in `.env`, or give `--state-dir` on a disk that is shared",
+        )
+    resources = dict(config.get("resources") or {})
+    resources.pop("autostop", None)  # SkyPilot ends the cluster with the run
+    resources.setdefault("job_recovery", {"strategy": "FAILOVER"})
+    endpoints = Endpoints.on_loopback(settings.port, settings.openai_port)
+    exports = "".join(f"export {name}={value}; " for name, value in endpoints.exports().items())
+    run = _SCRIPT.format(
+        workdir=WORKDIR,
+        state=state,
+        server=config["run"],
+        ports=f"{settings.port} {settings.openai_port}",
+        command=shlex.quote(exports + command),
+    )
+    return {**config, "file_mounts": mounts, "resources": resources, "run": run}

@@ -1,0 +1,133 @@
+"""The door to SkyPilot: the only module that imports `sky`, and the place its errors become ours.
+
+SkyPilot's SDK only queues: every call returns a request id, and its errors surface in `sky.get`.
+"""
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kit.errors import KitError, NotInstalled
+from launcher.errors import (
+    ClusterNotFound,
+    LauncherError,
+    NoCapacity,
+    NoCloud,
+    ProviderError,
+    TaskError,
+)
+
+# Before SkyPilot is imported: it reads this once. Whoever wants to report usage sets it to 0.
+os.environ.setdefault("SKYPILOT_DISABLE_USAGE_COLLECTION", "1")
+
+_DEAD = (
+    ProviderError,
+    "SkyPilot's API server does not answer",
+    ("Start it with `sky api start`, and see which one is asked with `sky api info`"),
+)
+# By the name of SkyPilot's error: ours, what happened and what to do. `{what}` is its first line.
+_ERRORS: dict[str, tuple[type[LauncherError], str, str | None]] = {
+    "ClusterDoesNotExist": (ClusterNotFound, "There is no cluster `{cluster}`", None),
+    "NoCloudAccessError": (NoCloud, "SkyPilot may use no cloud yet", None),
+    "ResourcesUnavailableError": (NoCapacity, "Nobody has what `{cluster}` asks for: {what}", None),
+    "ResourcesMismatchError": (
+        ProviderError,
+        "Cluster `{cluster}` is there with other resources: {what}",
+        "Leave the resources as they are, or end it with `launcher down` first",
+    ),
+    "ClusterNotUpError": (
+        ProviderError,
+        "Cluster `{cluster}` is not up",
+        "Finish it with `launcher up -c {cluster}`, or end it with `launcher down -c {cluster}`",
+    ),
+    "ApiServerConnectionError": _DEAD,
+    "ConnectionError": _DEAD,
+    "ConnectTimeout": _DEAD,
+    "RequestCancelled": (
+        ProviderError,
+        "Another command cancelled what SkyPilot did for cluster `{cluster}`",
+        "Run this one again",
+    ),
+    "ValueError": (TaskError, "SkyPilot does not take this task: {what}", None),
+    "InvalidSkyPilotConfigError": (
+        ProviderError,
+        "SkyPilot's configuration is wrong: {what}",
+        "Mend `~/.sky/config.yaml`",
+    ),
+}
+_COLOR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Part arguments of `sky launch` into the positional ones and the options with their values."""
+    positional = list(parse(launch_command(), list(arguments)).params["entrypoint"])
+    options = list(arguments)
+    for value in positional:
+        last = len(options) - 1 - options[::-1].index(value)  # options may hold the same word
+        del options[last]
+    return positional, options
+
+
+def sky() -> Any:
+    """SkyPilot itself; importing it takes seconds, so only what needs it does."""
+    import sky as skypilot
+
+    if getattr(skypilot, "__file__", None) is None:
+        # Our folder of task YAMLs, which Python takes for a package where SkyPilot is absent.
+        raise NotInstalled("SkyPilot is not installed", hint="Install it with `scripts/install`")
+    return skypilot
+
+
+def launch_command() -> Any:
+    sky()
+    from sky.client.cli import command
+
+    return command.launch
+
+
+def parse(launch: Any, arguments: list[str]) -> Any:
+    import click
+
+    try:
+        return launch.make_context("sky launch", arguments)
+    except click.ClickException as exc:
+        raise LauncherError(
+            f"`sky launch` does not take these arguments: {exc.format_message()}",
+            hint="See what it takes with `sky launch --help`",
+        ) from exc
+
+
+@contextlib.contextmanager
+def translated(cluster: str) -> Iterator[None]:
+    """Turn SkyPilot's errors into ours, keeping the original as the cause.
+
+    What it prints goes to stderr: it is for people, and stdout is for data.
+    """
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except (KitError, KeyboardInterrupt):
+        raise
+    except Exception as exc:
+        raise _ours(exc, cluster) from exc
+
+
+def _ours(exc: Exception, cluster: str) -> LauncherError:
+    lines = [_COLOR.sub("", line).strip() for line in str(exc).splitlines()]
+    what = next((line for line in lines if line), type(exc).__name__)
+    default = ProviderError, "Cluster `{cluster}`: {what}", None
+    names = [kind.__name__ for kind in type(exc).__mro__]
+    error, message, hint = next((_ERRORS[name] for name in names if name in _ERRORS), default)
+    where = {"cluster": cluster, "what": what}
+    return error(message.format_map(where), hint=hint and hint.format_map(where))
+
+
+def forget_alias(cluster: str) -> None:
+    """Remove the ssh alias, which SkyPilot keeps where a cluster was never whole."""
+    sky()
+    from sky.utils.cluster_utils import SSHConfigHelper
+
+    SSHConfigHelper.remove_cluster(cluster)

@@ -1,0 +1,32 @@
+"""What this machine remembers of a cluster: what was sent to it, and that it is being launched."""
+
+import contextlib
+import fcntl
+from collections.abc import Iterator
+from pathlib import Path
+
+from launcher.errors import ProviderError
+
+
+def home() -> Path:
+    return Path.home() / ".art-cluster"
+
+
+def sent_record(cluster: str) -> Path:
+    return home() / "sent" / f"{cluster}.json"
+
+
+@contextlib.contextmanager
+def launching(cluster: str) -> Iterator[None]:
+    """Hold the turn to launch `cluster`: a second launch at once would start a second server."""
+    path = home() / "launching" / cluster
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ProviderError(
+                f"Cluster `{cluster}` is being launched by another command already",
+                hint=f"Wait for it, and follow it with `launcher logs server -c {cluster}`",
+            ) from None
+        yield  # the lock ends with the file, and with the process, however that ends

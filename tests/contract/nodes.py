@@ -1,0 +1,54 @@
+"""A head in this process, and real `trainer engine` processes that dial it on loopback."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainer.base_models import resolve
+from trainer.engines.embedded import EmbeddedEngine
+from trainer.engines.replicas import Meeting, Replicas
+
+KEY = "sesame"
+ABOUT = {"base_model": "tiny-random", "engine": "embedded", "engine_args": {}, "rank": 8}
+
+
+@asynccontextmanager
+async def head(directory: Path) -> AsyncIterator[Replicas]:
+    own = EmbeddedEngine(resolve("tiny-random"), log=directory / "own.log")
+    meeting = Meeting("127.0.0.1", 0, KEY, {**ABOUT, "learner": None})
+    replicas = Replicas(own, meeting)
+    await replicas.start()
+    try:
+        yield replicas
+    finally:
+        await replicas.stop()
+
+
+@contextmanager
+def node(replicas: Replicas, directory: Path, key: str = KEY) -> Iterator[subprocess.Popen[str]]:
+    """`trainer engine`, ended with the test if not before."""
+    command = [sys.executable, "-m", "trainer", "engine", "--node-dir", str(directory / "node")]
+    with subprocess.Popen(
+        [*command, "--head", f"http://127.0.0.1:{replicas.port}"],
+        env={**os.environ, "ART_API_KEY": key, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    while not condition():
+        await asyncio.sleep(0.02)
+
+
+async def both(replicas: Replicas) -> None:
+    await until(lambda: len(replicas._ready) == 2)

@@ -1,0 +1,149 @@
+"""Transfers and tunnels over a connection that breaks: real rsync, and an `ssh` that can be cut."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kit.manifest import write_manifest
+from launcher.checkpoints import pull
+from launcher.errors import RemoteError
+from launcher.provider import STATE_DIR
+from launcher.remote import Remote, free_port
+from launcher.sky_provider import SkyProvider
+
+FAKE = Path(__file__).with_name("fake_ssh.py")
+SIZE = 20_000_000  # far more than what is on its way in buffers
+
+
+@pytest.fixture
+def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remote:
+    program = tmp_path / "bin" / "ssh"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE} "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_HOME", str(tmp_path / "there"))
+    (tmp_path / "there" / "sky_workdir").mkdir(parents=True)
+    remote = Remote("art")
+    remote.ssh_config.parent.mkdir(parents=True)
+    remote.ssh_config.write_text("Host art\n")
+    return remote
+
+
+def quiet(arrived: int, share: float) -> None:
+    pass
+
+
+class Provider(SkyProvider):
+    """SkyPilot's, whose small files the fake ssh cannot take from Fabric."""
+
+    def write(self, name: str, path: str, text: str) -> None:
+        (Path(os.environ["FAKE_HOME"]) / path).write_text(text)
+
+
+def test_a_pull_goes_on_after_the_connection_was_lost(
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = tmp_path / "there" / STATE_DIR / "p/models/m"
+    step = there / "checkpoints" / "0001"
+    step.mkdir(parents=True)
+    (there / "history.jsonl").write_text("{}\n")
+    (there / "checkpoints" / ".0002-half").mkdir()
+    (there / "checkpoints" / ".0002-half" / "weights").write_bytes(b"x")
+    (step / "weights").write_bytes(os.urandom(SIZE))
+    write_manifest(step, {"step": 1})
+    home = tmp_path / "home"
+    monkeypatch.setenv("FAKE_SSH_CUT", str(SIZE // 2))
+    with pytest.raises(RemoteError, match="broke off") as error:
+        pull(Provider(), "art", home, quiet)
+    assert error.value.hint == "Run the command again; it goes on where it stopped"
+    half = home / "p/models/m/checkpoints/0001/weights"
+    assert 0 < half.stat().st_size < SIZE
+    # The rest is less than what cuts the connection again only if the first half is kept.
+    monkeypatch.setenv("FAKE_SSH_CUT", str(SIZE * 3 // 4))
+    shares: list[float] = []
+    (pulled,) = pull(Provider(), "art", home, lambda arrived, share: shares.append(share))
+    assert (pulled.step, pulled.new) == (1, True)
+    assert half.read_bytes() == (step / "weights").read_bytes()
+    assert (home / "p/models/m/history.jsonl").read_text() == "{}\n"
+    assert not list(home.rglob(".0002*"))
+    assert shares == sorted(shares) and shares[-1] > 0.9
+    assert (there.parents[2] / "pulled").read_text() == "p/m/0001\n"
+
+
+def test_a_cluster_that_made_nothing_yet_is_no_error(remote: Remote, tmp_path: Path) -> None:
+    remote.fetch(STATE_DIR, tmp_path / "home", ["*"], checksum=False, progress=quiet)
+    assert pull(Provider(), "art", tmp_path / "home", quiet) == []
+
+
+def test_sync_sends_what_changed_and_deletes_what_is_gone(remote: Remote, tmp_path: Path) -> None:
+    work, there = tmp_path / "work", tmp_path / "there" / "sky_workdir"
+    for name in ("a.txt", "deep/b.txt"):
+        (work / name).parent.mkdir(parents=True, exist_ok=True)
+        (work / name).write_text(name)
+    (there / "made-there.txt").write_text("x")
+    sent = remote.send(work, "sky_workdir", ["a.txt", "deep/b.txt"], [])
+    assert (sent.files, sent.removed, sent.bytes) == (("a.txt", "deep/b.txt"), (), 15)
+    (work / "a.txt").unlink()
+    (work / "deep/b.txt").write_text("changed")
+    sent = remote.send(work, "sky_workdir", ["deep/b.txt"], ["a.txt"])
+    assert (sent.files, sent.removed) == (("deep/b.txt",), ("a.txt",))
+    names = sorted(str(path.relative_to(there)) for path in there.rglob("*") if path.is_file())
+    assert names == ["deep/b.txt", "made-there.txt"]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="mounts a small disk")
+def test_a_full_disk_is_named(remote: Remote, tmp_path: Path) -> None:
+    (tmp_path / "there/sky_workdir/big").write_bytes(os.urandom(SIZE))
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", small], check=True)
+    try:
+        with pytest.raises(RemoteError, match=f"`{small}` is full"):
+            remote.fetch("sky_workdir", small, ["big"], checksum=False, progress=quiet)
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def ask(port: int) -> tuple[int, int]:
+    """The process of the ssh that answers at `port`, and the port it leads to."""
+    for _ in range(200):
+        try:
+            with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+                pid, there = connection.recv(100).split()
+                return int(pid), int(there)
+        except (OSError, ValueError):
+            time.sleep(0.05)
+    raise AssertionError(f"nobody answers at {port}")
+
+
+def test_a_tunnel_opens_again_when_its_ssh_dies(
+    remote: Remote, caplog: pytest.LogCaptureFixture
+) -> None:
+    with remote.tunnel({7999: 0, 8000: 0}) as local:
+        pid, there = ask(local[7999])
+        assert there == 7999
+        os.kill(pid, signal.SIGKILL)
+        again, there = ask(local[8000])
+        assert again != pid and there == 8000
+        assert "The tunnel broke; opening it again" in caplog.text
+    with pytest.raises(ProcessLookupError):
+        os.kill(again, 0)
+
+
+def test_a_port_that_is_taken_is_named(remote: Remote) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(
+            RemoteError, match=f"Port {taken.getsockname()[1]} of this machine is in use"
+        ),
+        remote.tunnel({7999: taken.getsockname()[1]}),
+    ):
+        raise AssertionError("it opened")
+    assert free_port() > 0

@@ -1,0 +1,88 @@
+"""Where we hand over to the real SkyPilot: what it parses, and what it says when it cannot."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import LauncherError
+from launcher.settings import Settings
+from launcher.task import Task
+from tests.serving import free_port
+
+ROOT = Path(__file__).parents[2]
+# SkyPilot warns about its own dependencies on import.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "sky").glob("*.yaml")), ids=lambda path: path.name)
+def test_skypilot_takes_every_task_of_ours_with_a_bucket(path: Path) -> None:
+    import sky
+
+    ours = Task.load(path, Settings(bucket="s3://mine/here"))
+    task = sky.Task.from_yaml_config(dict(ours.config), env_overrides=list(ours.envs.items()))
+    (storage,) = task.storage_mounts.values()
+    assert list(task.storage_mounts) == ["~/sky_workdir/.art"]
+    assert (storage.source, storage.mode.value) == ("s3://mine/here", "MOUNT_CACHED")
+    assert task.envs["ART_BUCKET"] == "s3://mine/here"  # the server tells what is safe there
+    assert all(resources.autostop_config.down for resources in task.resources)
+
+
+def launcher(*arguments: str, home: Path, **environment: str) -> str:
+    """What `launcher` says as it fails, on a laptop with an empty home."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from launcher.cli import main; main()", *arguments],
+        env={**os.environ, "HOME": str(home), "NO_COLOR": "1", **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stderr + done.stdout
+
+
+def test_an_api_server_that_is_dead_is_named(tmp_path: Path) -> None:
+    dead = {"SKYPILOT_API_SERVER_ENDPOINT": f"http://127.0.0.1:{free_port()}"}
+    told = launcher("ls", home=tmp_path, **dead)
+    assert told.startswith("error: SkyPilot's API server does not answer\n\nhint: Start it with")
+    told = launcher("doctor", home=tmp_path, **dead)
+    assert "BAD  API server: SkyPilot's API server does not answer\n     Start it with" in told
+
+
+def test_a_laptop_without_any_cloud_is_told_what_to_do(tmp_path: Path) -> None:
+    own = {"SKYPILOT_API_SERVER_LOCAL_PORT": str(free_port())}
+    try:
+        told = launcher("up", "sky/art-cpu.yaml", home=tmp_path, **own)
+        assert "error: SkyPilot may use no cloud yet" in told
+        assert told.endswith("\n\nhint: See with `sky check` what each cloud needs\n")
+        told = launcher("doctor", home=tmp_path, **own)
+        assert "BAD  clouds: SkyPilot may use no cloud yet\n     See with `sky check`" in told
+    finally:
+        sky = str(Path(sys.executable).with_name("sky"))
+        subprocess.run([sky, "api", "stop"], env={**os.environ, "HOME": str(tmp_path), **own})
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("ClusterNotUpError", "Cluster `art` is not up"),
+        ("ResourcesUnavailableError", "Nobody has what `art` asks for: why"),
+        ("NoCloudAccessError", "SkyPilot may use no cloud yet"),
+        ("ApiServerConnectionError", "SkyPilot's API server does not answer"),
+        ("RequestCancelled", "Another command cancelled what SkyPilot did for cluster `art`"),
+    ],
+)
+def test_errors_of_skypilot_are_one_sentence_and_a_hint(kind: str, sentence: str) -> None:
+    from sky import exceptions
+
+    from launcher.sky_door import translated
+
+    theirs = getattr(exceptions, kind)
+    error = theirs.__new__(theirs)
+    error.args = ("\x1b[31mwhy\x1b[0m\nand a long story",)
+    with pytest.raises(LauncherError) as ours, translated("art"):
+        raise error
+    assert ours.value.message == sentence
+    assert ours.value.hint

@@ -1,0 +1,13 @@
+"""An agent that even random weights earn something with: the share of small letters it writes."""
+
+from typing import Any
+
+
+async def answer(example: Any, llm: Any) -> str:
+    message = await llm.chat([{"role": "user", "content": example.question}], max_tokens=12)
+    return str(message["content"])
+
+
+def score(run: Any) -> float:
+    text = str(run.output)
+    return sum(letter.islower() for letter in text) / max(len(text), 1)

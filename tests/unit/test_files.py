@@ -1,0 +1,46 @@
+"""What of a workdir goes to a cluster."""
+
+from pathlib import Path
+
+import pytest
+
+from launcher.errors import TaskError
+from launcher.files import copy_if_new, forgotten, remember, select
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name in ("a.py", "b.log", "data/c.bin", ".env", ".venv/x", ".art/y", "sub/.git/HEAD"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "sub" / "inner.py").write_text("")
+    (tmp_path / ".gitignore").write_text("*.log\n")
+    return tmp_path
+
+
+def test_gitignore_holds_and_secrets_never_go(tree: Path) -> None:
+    assert select(tree) == [".gitignore", "a.py", "data/c.bin", "sub/inner.py"]
+
+
+def test_skyignore_takes_the_place_of_gitignore_as_with_sky_launch(tree: Path) -> None:
+    (tree / ".skyignore").write_text("data\n")
+    assert select(tree) == [".gitignore", ".skyignore", "a.py", "b.log", "sub/inner.py"]
+
+
+def test_a_workdir_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="There is no workdir"):
+        select(tmp_path / "absent")
+
+
+def test_only_what_was_sent_from_the_same_tree_is_forgotten(tmp_path: Path) -> None:
+    record = tmp_path / "records" / "art.json"
+    assert forgotten(record, tmp_path, ["a"]) == []
+    remember(record, tmp_path, ["a", "b"])
+    assert forgotten(record, tmp_path, ["a"]) == ["b"]
+    assert forgotten(record, tmp_path / "other", ["a"]) == []
+
+
+def test_a_file_of_the_same_size_and_time_is_not_copied_again(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("one")
+    assert copy_if_new(tmp_path / "a", tmp_path / "to" / "a")
+    assert not copy_if_new(tmp_path / "a", tmp_path / "to" / "a")

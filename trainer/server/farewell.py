@@ -1,0 +1,34 @@
+"""The last words of a server whose lease is over: what would be lost with its cluster."""
+
+from pathlib import Path
+
+PULLED = "pulled"
+"""File of the state directory in which `launcher pull` notes what is safe: PROJECT/NAME/STEP."""
+
+
+def farewell(state: Path, bucket: str | None) -> list[str]:
+    """Lines for the log, none when every checkpoint is safe."""
+    missing = unpulled(state)
+    if not missing:
+        return []
+    what = f"{len(missing)} checkpoint{'s' * (len(missing) > 1)}: {', '.join(missing)}"
+    if bucket:
+        return [f"not pulled, but safe in {bucket}: {what}"]
+    return [
+        f"NOT PULLED, and lost when the cluster is torn down in some minutes: {what}",
+        "bring them home now with `launcher pull`",
+    ]
+
+
+def unpulled(state: Path) -> list[str]:
+    """Trained checkpoints that nobody has brought home, as PROJECT/NAME/STEP."""
+    try:
+        safe = set((state / PULLED).read_text().split())
+    except OSError:
+        safe = set()
+    found = [
+        f"{path.parts[-5]}/{path.parts[-3]}/{path.name}"
+        for path in sorted(state.glob("*/models/*/checkpoints/[0-9]*"))
+        if path.name.isdigit() and int(path.name) > 0  # step 0 is made, not trained
+    ]
+    return [name for name in found if name not in safe]
