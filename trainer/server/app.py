@@ -110,6 +110,13 @@ def _bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+class _CutOff(logging.Filter):
+    """A request that is cut off when the server stops is nobody's error, worth no traceback."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+
+
 class _Server(uvicorn.Server):
     """Stops the backend with itself: uvicorn raises the signal that ended it again, at once."""
 
@@ -133,6 +140,7 @@ async def _serve(
         timeout_graceful_shutdown=10,
     )
     server = _Server(settings, backend)
+    logging.getLogger("uvicorn.error").addFilter(_CutOff())
     serving = asyncio.create_task(server.serve(sockets=sockets))
     watching = asyncio.create_task(_watch_lease(config, backend, server))
     try:
