@@ -42,7 +42,9 @@ def plan(config: ServerConfig) -> Plan:
 
 
 @click.command()
-def main() -> None:
+@click.option("--epochs", default=24, show_default=True, help="Rounds of sampling and training.")
+@click.option("--seed", default=0, show_default=True, help="Order of the puzzles.")
+def main(epochs: int, seed: int) -> None:
     """Bring a backend up on this machine and train the Temporal Clue example on it."""
     settings = read()
     provider = LocalProvider()
@@ -52,12 +54,13 @@ def main() -> None:
     try:
         cluster.up(task, progress=kit.cli.note)
         model = task.envs["BASE_MODEL"]
-        length = ", some minutes on two cores" if wanted.size == "tiny" else ""
-        kit.cli.note(f"The backend is up; training `{model}` on puzzles{length}")
+        patience = ", some minutes on two cores" if wanted.size == "tiny" else ""
+        kit.cli.note(f"The backend is up; training `{model}` on puzzles{patience}")
         state = provider.workdir(cluster.name) / ".art"
         ports = ("--port", str(settings.port), "--openai-port", str(settings.openai_port))
-        asked = (*ports, "--state-dir", str(state), "--size", wanted.size, "--base-model", model)
-        quickstart.main(list(asked), standalone_mode=False)
+        asked = ("--state-dir", str(state), "--size", wanted.size, "--base-model", model)
+        length = ("--epochs", str(epochs), "--seed", str(seed))
+        quickstart.main([*ports, *asked, *length], standalone_mode=False)
     except (KeyboardInterrupt, SystemExit) as stop:  # the latter when training was stopped
         if isinstance(stop, KeyboardInterrupt):
             kit.cli.note("Stopped; the same command goes on from here")
