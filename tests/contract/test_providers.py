@@ -134,14 +134,14 @@ def test_a_cluster_appears_works_and_goes(
 @pytest.mark.filterwarnings("ignore")
 def test_a_cluster_that_is_not_there_is_named(provider: Provider, tmp_path: Path) -> None:
     for call in (
-        lambda: provider.runs(NAME),
-        lambda: provider.run(NAME, "true", {}, {}),
-        lambda: provider.sync(NAME, tmp_path),
-        lambda: provider.cost(NAME),
-        lambda: provider.fetch(NAME, STATE_DIR, Path("x"), [], checksum=False, progress=quiet),
-        lambda: provider.tunnel(NAME, {1: 1}).__enter__(),
+        lambda: provider.runs("absent"),
+        lambda: provider.run("absent", "true", {}, {}),
+        lambda: provider.sync("absent", tmp_path),
+        lambda: provider.cost("absent"),
+        lambda: provider.fetch("absent", STATE_DIR, Path("x"), [], checksum=False, progress=quiet),
+        lambda: provider.tunnel("absent", {1: 1}).__enter__(),
     ):
-        with pytest.raises(ClusterNotFound, match=f"`{NAME}`"):
+        with pytest.raises(ClusterNotFound, match="`absent`"):
             call()
 
 
