@@ -55,7 +55,7 @@ def secret_seen(laptop: Any) -> Iterator[list[str]]:
     over = threading.Event()
 
     def watch() -> None:
-        while not over.wait(0.3):
+        while not over.wait(1):
             told = subprocess.run(["ps", "-eo", "user:20,args"], capture_output=True, text=True)
             seen.extend(line for line in told.stdout.splitlines() if laptop.secret in line)
 
@@ -68,7 +68,7 @@ def secret_seen(laptop: Any) -> Iterator[list[str]]:
 
 @pytest.fixture(scope="module")
 def brief(laptop: Any, secret_seen: list[str]) -> str:
-    """A cluster whose server exits after two minutes without work, left to itself beside the others.
+    """A cluster whose server exits after two minutes without work, left to itself from then on.
 
     It comes up alone: of two clusters that come up on one machine at once only one gets the port
     that the part of SkyPilot needs which tears it down.
