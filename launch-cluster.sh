@@ -4,12 +4,13 @@
 #   ./launch-cluster.sh                              sky/art.yaml as cluster `art`
 #   ./launch-cluster.sh sky/art-cpu.yaml -c test     another task, another name
 #   ./launch-cluster.sh --infra aws --gpus L4:1      any argument of `sky launch`
+#   ./launch-cluster.sh --max-cost 20                another lease than 8 hours and 30 idle minutes
 #   ./launch-cluster.sh --local                      on this machine: trains the Temporal Clue example
 #   ./launch-cluster.sh --local sky/art-cpu.yaml     on this machine: a task, and nothing else
 #
 # Settings and secrets come from .env (see .env.example). Safe to repeat.
 set -euo pipefail
-case "${1:-}" in -h | --help) sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
+case "${1:-}" in -h | --help) sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 cd "$(dirname "$0")"
 scripts/install
 [ "$*" != --local ] || exec .venv/bin/python -m examples.temporal_clue.local
