@@ -115,8 +115,8 @@ class Provider(Protocol):
     ) -> Run:
         """Start `command` in the workdir beside what runs already."""
 
-    def sync(self, name: str, workdir: Path) -> Sent:
-        """Bring the cluster's copy of `workdir` up to date.
+    def sync(self, name: str, workdir: Path, files: Sequence[str]) -> Sent:
+        """Bring the cluster's copy of `workdir`, of which `files` go, up to date.
 
         Sends what changed and deletes what was sent before and is not here any more; what the
         cluster made itself stays.

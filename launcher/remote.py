@@ -101,7 +101,8 @@ class Remote:
         with tempfile.NamedTemporaryFile("w") as names:
             names.write("".join(f"{name}\0" for name in (*files, *gone)))
             names.flush()
-            options = ["--archive", "--partial-dir=.rsync-partial", "--from0"]
+            # To the nanosecond: an edit within a second of the last sync is one too.
+            options = ["--archive", "--modify-window=-1", "--partial-dir=.rsync-partial", "--from0"]
             options += [f"--files-from={names.name}", "--delete-missing-args"]
             options += ["--out-format=%o %l %n", "--rsh", self._ssh("-q")]
             rsync.transfer(

@@ -10,8 +10,8 @@ from typing import Any, TextIO
 
 import yaml
 
-from launcher import files
 from launcher.errors import ClusterNotFound, LauncherError, ProviderError
+from launcher.files import forgotten, remember, select
 from launcher.lease import hours_within
 from launcher.provider import WORKDIR, Check, ClusterInfo, Cost, Progress, Run, RunStatus, Sent
 from launcher.remote import Remote
@@ -56,7 +56,7 @@ class SkyProvider:
         if given["dryrun"] or given["async_call"]:
             return None
         if workdir := task.config.get("workdir"):
-            files.remember(sent_record(name), Path(workdir), files.select(Path(workdir)))
+            remember(sent_record(name), Path(workdir), select(Path(workdir)))
         if not (given["no_setup"] or given["fast"]):
             self._wait_for_setup(name)
         envs = {**(given["env_file"] or {}), **dict(given["env"])}
@@ -211,12 +211,11 @@ class SkyProvider:
         self._require(name)
         Remote(name).fetch(source, to, patterns, checksum=checksum, progress=progress)
 
-    def sync(self, name: str, workdir: Path) -> Sent:
+    def sync(self, name: str, workdir: Path, files: Sequence[str]) -> Sent:
         self._require(name)
-        selected = files.select(workdir)
-        gone = files.forgotten(sent_record(name), workdir, selected)
-        sent = Remote(name).send(workdir, WORKDIR, selected, gone)
-        files.remember(sent_record(name), workdir, selected)
+        gone = forgotten(sent_record(name), workdir, files)
+        sent = Remote(name).send(workdir, WORKDIR, files, gone)
+        remember(sent_record(name), workdir, files)
         return sent
 
     def tunnel(

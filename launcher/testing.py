@@ -56,9 +56,8 @@ class FakeProvider:
         runs.append(Run(str(len(runs) + 1), "run", status))
         return runs[-1]
 
-    def sync(self, name: str, workdir: Path) -> Sent:
+    def sync(self, name: str, workdir: Path, files: Sequence[str]) -> Sent:
         self.runs(name)
-        files = select(workdir)
         gone, known = forgotten(_record(), workdir, files), size(workdir, files)
         remember(_record(), workdir, files)
         changed = [path for path in files if self._sizes.get(path) != known[path]]

@@ -16,6 +16,7 @@ import pytest
 from kit.manifest import write_manifest
 from launcher.cluster import Cluster
 from launcher.errors import ClusterNotFound, LauncherError, TaskError
+from launcher.files import select
 from launcher.local_provider import LocalProvider
 from launcher.provider import STATE_DIR, Provider, RunStatus
 from launcher.settings import Settings
@@ -108,10 +109,10 @@ def test_a_cluster_appears_works_and_goes(
 
     (tmp_path / "work" / "kept.txt").unlink()
     (tmp_path / "work" / "new.txt").write_text("new")
-    sent = provider.sync(NAME, tmp_path / "work")
+    sent = provider.sync(NAME, tmp_path / "work", select(tmp_path / "work"))
     assert "new.txt" in sent.files and "left.log" not in sent.files
     assert sent.removed == ("kept.txt",)
-    assert provider.sync(NAME, tmp_path / "work").files == ()
+    assert provider.sync(NAME, tmp_path / "work", select(tmp_path / "work")).files == ()
 
     provider.write(NAME, f"{STATE_DIR}/note", "one\ntwo\n")
     out = io.StringIO()
@@ -136,7 +137,7 @@ def test_a_cluster_that_is_not_there_is_named(provider: Provider, tmp_path: Path
     for call in (
         lambda: provider.runs("absent"),
         lambda: provider.run("absent", "true", {}, {}),
-        lambda: provider.sync("absent", tmp_path),
+        lambda: provider.sync("absent", tmp_path, []),
         lambda: provider.cost("absent"),
         lambda: provider.fetch("absent", STATE_DIR, Path("x"), [], checksum=False, progress=quiet),
         lambda: provider.tunnel("absent", {1: 1}).__enter__(),

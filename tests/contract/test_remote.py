@@ -91,7 +91,7 @@ def test_sync_sends_what_changed_and_deletes_what_is_gone(remote: Remote, tmp_pa
     sent = remote.send(work, "sky_workdir", ["a.txt", "deep/b.txt"], [])
     assert (sent.files, sent.removed, sent.bytes) == (("a.txt", "deep/b.txt"), (), 15)
     (work / "a.txt").unlink()
-    (work / "deep/b.txt").write_text("changed")
+    (work / "deep/b.txt").write_text("changed it")  # as long as before, and within a second
     sent = remote.send(work, "sky_workdir", ["deep/b.txt"], ["a.txt"])
     assert (sent.files, sent.removed) == (("deep/b.txt",), ("a.txt",))
     names = sorted(str(path.relative_to(there)) for path in there.rglob("*") if path.is_file())
