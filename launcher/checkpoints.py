@@ -1,6 +1,5 @@
 """Bringing checkpoints home: fetch what is new, then trust nothing without its sha256."""
 
-import contextlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,26 +39,25 @@ def pull(provider: Provider, cluster: str, to: Path, progress: Progress) -> list
         patterns = (_CHECKPOINTS, *_METRICS)
         provider.fetch(cluster, STATE_DIR, to, patterns, checksum=checksum, progress=progress)
 
-    try:
-        to.mkdir(parents=True, exist_ok=True)
-        fetch(checksum=False)
-        faults = {path: damage(path) for path in find(to)}
-        if any(faults.values()):
-            # Same size and time, other content: only a comparison of the content finds that.
-            fetch(checksum=True)
+    with provider.writing(cluster, PULLED) as write:
+        try:
+            to.mkdir(parents=True, exist_ok=True)
+            fetch(checksum=False)
             faults = {path: damage(path) for path in find(to)}
-    except OSError as exc:
-        raise LauncherError(
-            f"`{to}` cannot be written: {exc.strerror}",
-            hint="Make room there, or choose another place with `--to`",
-        ) from exc
-    for fault in (fault for found in faults.values() for fault in found):
-        raise DamagedCheckpoint(f"A checkpoint came home damaged: {fault}")
-    pulled = [_about(path, new=path not in before) for path in faults]
-    if any(checkpoint.new for checkpoint in pulled):
-        lines = [f"{it.project}/{it.model}/{it.step:04}\n" for it in pulled]
-        with contextlib.suppress(LauncherError):  # told in its last lines, nothing hangs on it
-            provider.write(cluster, PULLED, "".join(lines))
+            if any(faults.values()):
+                # Same size and time, other content: only a comparison of the content finds that.
+                fetch(checksum=True)
+                faults = {path: damage(path) for path in find(to)}
+        except OSError as exc:
+            raise LauncherError(
+                f"`{to}` cannot be written: {exc.strerror}",
+                hint="Make room there, or choose another place with `--to`",
+            ) from exc
+        for fault in (fault for found in faults.values() for fault in found):
+            raise DamagedCheckpoint(f"A checkpoint came home damaged: {fault}")
+        pulled = [_about(path, new=path not in before) for path in faults]
+        if any(checkpoint.new for checkpoint in pulled):
+            write("".join(f"{it.project}/{it.model}/{it.step:04}\n" for it in pulled))
     return pulled
 
 

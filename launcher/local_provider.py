@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -103,10 +103,15 @@ class LocalProvider:
             raise LauncherError(f"Cluster `{name}` has no `~/{path}` yet", hint="Try again later")
         show(file, follow=lambda: follow and self._status(name) == "up", tail=tail, out=out)
 
-    def write(self, name: str, path: str, text: str) -> None:
+    @contextlib.contextmanager
+    def writing(self, name: str, path: str) -> Iterator[Callable[[str], None]]:
         file = self._existing(name) / "home" / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+
+        def write(text: str) -> None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+
+        yield write
 
     def fetch(
         self,

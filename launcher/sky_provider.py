@@ -4,7 +4,7 @@ import contextlib
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -195,8 +195,11 @@ class SkyProvider:
         follow_on = "--follow=name --retry" if follow else ""
         Remote(name).run(f"tail {lines} {follow_on} {shlex.quote(path)}", out=out)
 
-    def write(self, name: str, path: str, text: str) -> None:
-        Remote(name).write(path, text)
+    def writing(
+        self, name: str, path: str
+    ) -> contextlib.AbstractContextManager[Callable[[str], None]]:
+        self._require(name)
+        return Remote(name).writing(path)
 
     def fetch(
         self,

@@ -90,9 +90,7 @@ def names(provider: Provider) -> set[str]:
 
 
 @pytest.mark.filterwarnings("ignore")  # SkyPilot warns about its own dependencies
-def test_a_cluster_appears_works_and_goes(
-    provider: Provider, task: Task, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_cluster_appears_works_and_goes(provider: Provider, task: Task, tmp_path: Path) -> None:
     assert NAME not in names(provider)
     server = provider.launch(NAME, task, [])
     assert server is not None
@@ -114,7 +112,10 @@ def test_a_cluster_appears_works_and_goes(
     assert sent.removed == ("kept.txt",)
     assert provider.sync(NAME, tmp_path / "work", select(tmp_path / "work")).files == ()
 
-    provider.write(NAME, f"{STATE_DIR}/note", "one\ntwo\n")
+    with provider.writing(NAME, f"{STATE_DIR}/note") as write:
+        write("one\ntwo\n")
+    with provider.writing(NAME, f"{STATE_DIR}/note"):
+        pass  # nothing to say changes nothing
     out = io.StringIO()
     provider.read(NAME, f"{STATE_DIR}/note", follow=False, tail=1, out=out)
     assert out.getvalue().endswith("two\n")
