@@ -255,7 +255,7 @@ class SkyProvider:
     def _require(self, name: str) -> None:
         """The alias is written when a cluster is up and goes with it, and asking it is quick."""
         if not Remote(name).ssh_config.is_file():
-            raise ClusterNotFound(f"There is no cluster `{name}`")
+            raise ClusterNotFound(f"There is no cluster `{name}` that is up")
 
     def down(self, name: str) -> None:
         skypilot = sky()
