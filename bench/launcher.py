@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -105,8 +105,16 @@ def line_delays() -> list[float]:
     return delays[2:]  # what was written before the follower came has waited for it
 
 
+class Told(Table):
+    """A table that is told as it grows: a launch takes a minute."""
+
+    def add(self, row: Sequence[str]) -> None:
+        super().add(row)
+        print(*row, sep=" · ", file=sys.stderr, flush=True)
+
+
 def measure(rounds: int) -> Table:
-    table = Table(["what", "launcher", "plain", "goal"])
+    table = Told(["what", "launcher", "plain", "goal"])
     raw, ours = [], []
     for _ in range(rounds):
         launch = ".venv/bin/sky launch -y -d -c bench bench-task.yaml"
