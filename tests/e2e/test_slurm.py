@@ -1,7 +1,8 @@
 """The whole life of a cluster on a real Slurm, through SkyPilot, ssh and rsync.
 
-The tests of this module are one story in their order: two clusters come up, one is worked on and
-torn down, a second one is ended by SkyPilot alone, and the other has gone away by itself.
+The tests of this module are one story in their order: a cluster comes up, is worked on and torn
+down, a second one is ended by SkyPilot alone, and a third goes away by itself after two minutes in
+which nobody used it: one of the server, one of SkyPilot.
 """
 
 import json
@@ -26,7 +27,7 @@ FINETUNE = (
 # A second cluster need not install what the first one shows: it runs what the laptop has.
 LIGHT = """
 name: light
-resources: {{cpus: 2, memory: 4, autostop: {{idle_minutes: 2, wait_for: jobs, down: true}}}}
+resources: {{cpus: 2, memory: 4, autostop: {{idle_minutes: 1, wait_for: jobs, down: true}}}}
 envs: {{BASE_MODEL: tiny-random}}
 run: |
   {clone}/.venv/bin/trainer serve --engine embedded --port $ART_PORT --openai-port $ART_OPENAI_PORT
@@ -67,36 +68,17 @@ def secret_seen(laptop: Any) -> Iterator[list[str]]:
 
 
 @pytest.fixture(scope="module")
-def brief(laptop: Any, secret_seen: list[str]) -> str:
-    """A cluster whose server exits after two minutes without work, left to itself from then on.
-
-    It comes up alone: of two clusters that come up on one machine at once only one gets the port
-    that the part of SkyPilot needs which tears it down.
-    """
-    (laptop.clone / "light.yaml").write_text(LIGHT.format(clone=laptop.clone))
-    laptop.clone.parent.chmod(0o755)  # the account may run what the laptop installed
-    ports = dict(zip(("ART_PORT", "ART_OPENAI_PORT"), laptop.spare_ports, strict=True))
-    (laptop.clone / ".env.brief").write_text(
-        "".join(f"{name}={port}\n" for name, port in ports.items())
-    )
-    command = "./launch-cluster.sh -c brief --env-file .env.brief --idle-minutes 2 light.yaml"
+def art(laptop: Any, secret_seen: list[str]) -> Any:
+    """The cluster `art`, launched twice at once: one of the two is refused."""
+    command = "./launch-cluster.sh --infra slurm/lab --max-cost 1 sky/art-cpu.yaml"
     first = laptop.start(command)
-    turn = laptop.clone.parent / ".art-cluster/launching/brief"
+    turn = laptop.clone.parent / ".art-cluster/launching/art"
     while first.poll() is None and not turn.exists():
         time.sleep(0.1)
-    second = laptop.fails(command)
+    refused = laptop.fails(command)
     laptop.finish(first)
-    return str(second)
-
-
-@pytest.fixture(scope="module")
-def art(laptop: Any, brief: str) -> Any:
-    laptop.run("./launch-cluster.sh --infra slurm/lab --max-cost 1 sky/art-cpu.yaml")
+    assert "error: Cluster `art` is being launched by another command already" in refused
     return laptop
-
-
-def test_of_two_launches_of_one_cluster_one_is_refused(brief: str) -> None:
-    assert "error: Cluster `brief` is being launched by another command already" in brief
 
 
 def test_up_twice_is_one_server_and_all_is_well(art: Any) -> None:
@@ -234,29 +216,33 @@ def test_down_leaves_nothing_and_may_be_repeated(art: Any, secret_seen: list[str
     assert secret_seen == []
 
 
-def test_sky_down_ends_a_cluster_too(art: Any) -> None:
+def test_skypilot_passes_the_suite_of_the_providers_and_sky_down_ends_its_cluster(
+    laptop: Any,
+) -> None:
     # Task and arguments of `sky launch` in any order; the GPUs of the lab are declared, not real.
-    art.run("./launch-cluster.sh --dryrun --infra slurm/lab -c gpu sky/art.yaml")
-    art.run("./launch-cluster.sh light.yaml")
-    art.run(".venv/bin/sky down --yes art")
+    laptop.run("./launch-cluster.sh --dryrun --infra slurm/lab -c gpu sky/art.yaml")
+    laptop.run(
+        "ART_TEST_SKYPILOT=art .venv/bin/pytest -q tests/contract/test_providers.py -k skypilot "
+        "--basetemp ~/pytest"
+    )
+    assert left("art") != []
+    laptop.run(".venv/bin/sky down --yes art")
     assert left("art") == []
 
 
-def test_skypilot_passes_the_suite_of_the_providers(art: Any) -> None:
-    art.run(
-        "ART_TEST_SKYPILOT=1 .venv/bin/pytest -q tests/contract/test_providers.py -k skypilot "
-        "--basetemp ~/pytest"
-    )
-
-
-def test_an_idle_cluster_goes_away_by_itself(art: Any) -> None:
-    for _ in range(100):
+def test_an_idle_cluster_goes_away_by_itself(laptop: Any) -> None:
+    """Last and alone: a second cluster's launch ends what would tear down one on its machine."""
+    laptop.clone.parent.chmod(0o755)  # the account may run what the laptop installed
+    (laptop.clone / "light.yaml").write_text(LIGHT.format(clone=laptop.clone))
+    laptop.run("./launch-cluster.sh -c brief --idle-minutes 1 light.yaml")
+    assert left("brief") != []
+    for _ in range(200):
         if not left("brief"):
             break
         time.sleep(3)
     assert left("brief") == []
-    assert json.loads(art.run(f"{LAUNCHER} ls --json")) == []
-    art.run(f"{LAUNCHER} down -c brief --yes")
+    assert json.loads(laptop.run(f"{LAUNCHER} ls --json")) == []
+    laptop.run(f"{LAUNCHER} down -c brief --yes")
 
 
 def left(cluster: str) -> list[str]:
