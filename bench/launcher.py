@@ -127,7 +127,7 @@ def measure(rounds: int) -> Table:
     goal = f"+{row[0] - row[1]:.1f} s; at most +3"
     table.add(["up / `sky launch -d`, until healthy", f"{row[0]:.1f} s", f"{row[1]:.1f} s", goal])
 
-    config = "-F ~/.sky/generated/ssh/bench -q"
+    config = f"-F {LAB}/home/artdev/.sky/generated/ssh/bench -q"
     plain_sync = f"rsync -a --delete -e 'ssh {config}' bench-work/ bench:plain/"
     laptop(f"{plain_sync} && .venv/bin/launcher sync -c bench bench-work")
     syncs: dict[str, list[float]] = {"launcher": [], "plain": []}
