@@ -4,6 +4,7 @@
 #   ./launch-cluster.sh                              sky/art.yaml as cluster `art`
 #   ./launch-cluster.sh sky/art-cpu.yaml -c test     another task, another name
 #   ./launch-cluster.sh --infra aws --gpus L4:1      any argument of `sky launch`
+#   ./launch-cluster.sh --max-cost 20                another lease than 8 hours and 30 idle minutes
 #   ./launch-cluster.sh --local                      on this machine: trains the Temporal Clue example
 #   ./launch-cluster.sh --local --seed 1             the same with other puzzles first; also --epochs
 #   ./launch-cluster.sh --local sky/art-cpu.yaml     on this machine: a task, and nothing else

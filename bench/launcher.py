@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -105,8 +105,16 @@ def line_delays() -> list[float]:
     return delays[2:]  # what was written before the follower came has waited for it
 
 
+class Told(Table):
+    """A table that is told as it grows: a launch takes a minute."""
+
+    def add(self, row: Sequence[str]) -> None:
+        super().add(row)
+        print(*row, sep=" · ", file=sys.stderr, flush=True)
+
+
 def measure(rounds: int) -> Table:
-    table = Table(["what", "launcher", "plain", "goal"])
+    table = Told(["what", "launcher", "plain", "goal"])
     raw, ours = [], []
     for _ in range(rounds):
         launch = ".venv/bin/sky launch -y -d -c bench bench-task.yaml"
@@ -119,7 +127,7 @@ def measure(rounds: int) -> Table:
     goal = f"+{row[0] - row[1]:.1f} s; at most +3"
     table.add(["up / `sky launch -d`, until healthy", f"{row[0]:.1f} s", f"{row[1]:.1f} s", goal])
 
-    config = "-F ~/.sky/generated/ssh/bench -q"
+    config = f"-F {LAB}/home/artdev/.sky/generated/ssh/bench -q"
     plain_sync = f"rsync -a --delete -e 'ssh {config}' bench-work/ bench:plain/"
     laptop(f"{plain_sync} && .venv/bin/launcher sync -c bench bench-work")
     syncs: dict[str, list[float]] = {"launcher": [], "plain": []}

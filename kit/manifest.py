@@ -6,6 +6,7 @@ The server writes one, the launcher checks it after a pull; both through this mo
 import hashlib
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,14 @@ def damage(directory: Path) -> list[str]:
     manifest = read_manifest(directory)
     if manifest is None:
         return [f"`{directory}` has no readable `{MANIFEST}`"]
-    found = []
-    for name, entry in manifest["files"].items():
-        path = directory / name
-        if not path.is_file():
-            found.append(f"`{path}` is missing")
-        elif path.stat().st_size != entry["bytes"] or sha256(path) != entry["sha256"]:
-            found.append(f"`{path}` does not match its sha256")
-    return found
+    with ThreadPoolExecutor(4) as pool:  # hashing is outside Python's lock
+        paths = [directory / name for name in manifest["files"]]
+        return [fault for fault in pool.map(_fault, paths, manifest["files"].values()) if fault]
+
+
+def _fault(path: Path, entry: dict[str, Any]) -> str:
+    if not path.is_file():
+        return f"`{path}` is missing"
+    if path.stat().st_size != entry["bytes"] or sha256(path) != entry["sha256"]:
+        return f"`{path}` does not match its sha256"
+    return ""

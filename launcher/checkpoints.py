@@ -1,6 +1,5 @@
 """Bringing checkpoints home: fetch what is new, then trust nothing without its sha256."""
 
-import contextlib
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,22 +39,25 @@ def pull(provider: Provider, cluster: str, to: Path, progress: Progress) -> list
         patterns = (_CHECKPOINTS, *_METRICS)
         provider.fetch(cluster, STATE_DIR, to, patterns, checksum=checksum, progress=progress)
 
-    try:
-        to.mkdir(parents=True, exist_ok=True)
-        fetch(checksum=False)
-        if any(damage(path) for path in find(to)):
-            # Same size and time, other content: only a comparison of the content finds that.
-            fetch(checksum=True)
-    except OSError as exc:
-        raise LauncherError(
-            f"`{to}` cannot be written: {exc.strerror}",
-            hint="Make room there, or choose another place with `--to`",
-        ) from exc
-    pulled = [_verified(path, new=path not in before) for path in find(to)]
-    if any(checkpoint.new for checkpoint in pulled):
-        lines = [f"{it.project}/{it.model}/{it.step:04}\n" for it in pulled]
-        with contextlib.suppress(LauncherError):  # told in its last lines, nothing hangs on it
-            provider.write(cluster, PULLED, "".join(lines))
+    with provider.writing(cluster, PULLED) as write:
+        try:
+            to.mkdir(parents=True, exist_ok=True)
+            fetch(checksum=False)
+            faults = {path: damage(path) for path in find(to)}
+            if any(faults.values()):
+                # Same size and time, other content: only a comparison of the content finds that.
+                fetch(checksum=True)
+                faults = {path: damage(path) for path in find(to)}
+        except OSError as exc:
+            raise LauncherError(
+                f"`{to}` cannot be written: {exc.strerror}",
+                hint="Make room there, or choose another place with `--to`",
+            ) from exc
+        for fault in (fault for found in faults.values() for fault in found):
+            raise DamagedCheckpoint(f"A checkpoint came home damaged: {fault}")
+        pulled = [_about(path, new=path not in before) for path in faults]
+        if any(checkpoint.new for checkpoint in pulled):
+            write("".join(f"{it.project}/{it.model}/{it.step:04}\n" for it in pulled))
     return pulled
 
 
@@ -74,9 +76,7 @@ def find(directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: (path.parent, int(path.name)))
 
 
-def _verified(path: Path, *, new: bool) -> PulledCheckpoint:
-    if found := damage(path):
-        raise DamagedCheckpoint(f"A checkpoint came home damaged: {found[0]}")
+def _about(path: Path, *, new: bool) -> PulledCheckpoint:
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     project, _, model, _, step = path.parts[-5:]
     return PulledCheckpoint(project, model, int(step), path, size, new)

@@ -173,14 +173,15 @@ def sync(target: Target, as_json: bool, workdir: Path) -> None:
     """
     from launcher.files import select, size
 
-    sizes = size(workdir, select(workdir))
+    files = select(workdir)
+    sizes = size(workdir, files)
     if sum(sizes.values()) > LARGE:
         largest = max(sizes, key=lambda name: sizes[name])
         note(
             f"warning: `{workdir}` is {megabytes(sum(sizes.values()))}, `{largest}` alone "
             f"{megabytes(sizes[largest])}; name in `.gitignore` or `.skyignore` what need not go"
         )
-    sent = target.cluster.sync(workdir)
+    sent = target.cluster.sync(workdir, files)
     if as_json:
         data(vars(sent))
     for sign, names in (("+", sent.files), ("-", sent.removed)):

@@ -169,6 +169,8 @@ def progress_bar() -> "Iterator[Progress]":
 
 
 def summarize(pulled: "list[PulledCheckpoint]", to: Path) -> None:
+    from launcher.checkpoints import metrics
+
     if not pulled:
         note("There were no checkpoints to bring home")
         return
@@ -178,6 +180,8 @@ def summarize(pulled: "list[PulledCheckpoint]", to: Path) -> None:
         f"{len(new)} new of {len(pulled)} checkpoints in `{to}` ({size}), every file "
         "matches its sha256"
     )
+    if found := metrics(to):
+        note(f"Metrics: {', '.join(str(path) for path in found)}")
 
 
 def dollars(spent: "Cost") -> str:

@@ -12,6 +12,7 @@ from launcher import bundle, checkpoints
 from launcher.checkpoints import PulledCheckpoint
 from launcher.endpoints import Endpoints, is_healthy
 from launcher.errors import ClusterNotFound, LauncherError, ProviderError, RemoteError
+from launcher.files import select
 from launcher.provider import (
     STATE_DIR,
     ClusterInfo,
@@ -93,9 +94,12 @@ class Cluster:
             self._wait_until_healthy(server.id, progress)
         return True
 
-    def sync(self, workdir: Path = Path()) -> Sent:
-        """Bring the cluster's copy of `workdir` up to date: what changed, and what is gone."""
-        return self.provider.sync(self.name, workdir)
+    def sync(self, workdir: Path = Path(), files: Sequence[str] | None = None) -> Sent:
+        """Bring the cluster's copy of `workdir` up to date: what changed, and what is gone.
+
+        `files` are those that go, by default what the ignore files leave.
+        """
+        return self.provider.sync(self.name, workdir, select(workdir) if files is None else files)
 
     def run(self, command: str) -> Run:
         """Start `command` beside the server, in the workdir with its environment active."""

@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -49,7 +49,8 @@ class LocalProvider:
             )
         home = self.root / name / "home"
         home.mkdir(parents=True, exist_ok=True)
-        self._sync(name, Path(task.config.get("workdir") or "."))
+        workdir = Path(task.config.get("workdir") or ".")
+        self._sync(name, workdir, select(workdir))
         for target, source in (task.config.get("file_mounts") or {}).items():
             _mount(Path(source).expanduser(), home, target)
         # Setup is part of the run, as with SkyPilot: `logs` shows it and its failure ends the run.
@@ -80,9 +81,9 @@ class LocalProvider:
         except (OSError, ValueError):
             return 137  # ended from outside before it could say so
 
-    def sync(self, name: str, workdir: Path) -> Sent:
+    def sync(self, name: str, workdir: Path, files: Sequence[str]) -> Sent:
         self._existing(name)
-        return self._sync(name, workdir)
+        return self._sync(name, workdir, files)
 
     def cancel(self, name: str, run_id: str) -> None:
         end(self._run_directory(name, run_id))
@@ -102,10 +103,15 @@ class LocalProvider:
             raise LauncherError(f"Cluster `{name}` has no `~/{path}` yet", hint="Try again later")
         show(file, follow=lambda: follow and self._status(name) == "up", tail=tail, out=out)
 
-    def write(self, name: str, path: str, text: str) -> None:
+    @contextlib.contextmanager
+    def writing(self, name: str, path: str) -> Iterator[Callable[[str], None]]:
         file = self._existing(name) / "home" / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
+
+        def write(text: str) -> None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+
+        yield write
 
     def fetch(
         self,
@@ -158,9 +164,9 @@ class LocalProvider:
     def checks(self) -> list[Check]:
         return []  # this machine is all it needs
 
-    def _sync(self, name: str, workdir: Path) -> Sent:
-        """Copy `workdir`, less what is ignored, and delete what was copied before and is gone."""
-        files, to = select(workdir), self.root / name / "home" / WORKDIR
+    def _sync(self, name: str, workdir: Path, files: Sequence[str]) -> Sent:
+        """Copy `files` of `workdir`, and delete what was copied before and is not among them."""
+        to = self.root / name / "home" / WORKDIR
         record = self.root / name / "sent.json"
         gone = [path for path in forgotten(record, workdir, files) if (to / path).is_file()]
         for path in gone:

@@ -115,8 +115,8 @@ class Provider(Protocol):
     ) -> Run:
         """Start `command` in the workdir beside what runs already."""
 
-    def sync(self, name: str, workdir: Path) -> Sent:
-        """Bring the cluster's copy of `workdir` up to date.
+    def sync(self, name: str, workdir: Path, files: Sequence[str]) -> Sent:
+        """Bring the cluster's copy of `workdir`, of which `files` go, up to date.
 
         Sends what changed and deletes what was sent before and is not here any more; what the
         cluster made itself stays.
@@ -137,8 +137,12 @@ class Provider(Protocol):
     def read(self, name: str, path: str, *, follow: bool, tail: int, out: TextIO) -> None:
         """Write a text file below the cluster's home to `out`, as `logs` does."""
 
-    def write(self, name: str, path: str, text: str) -> None:
-        """Make `text` the content of a file below the cluster's home."""
+    def writing(self, name: str, path: str) -> AbstractContextManager[Callable[[str], None]]:
+        """Gives a function that makes a text the content of a file below the cluster's home.
+
+        The connection opens at once, beside whatever else is done, and a text that is never
+        given changes nothing.
+        """
 
     def fetch(
         self,

@@ -4,14 +4,14 @@ import contextlib
 import shlex
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
 
-from launcher import files
 from launcher.errors import ClusterNotFound, LauncherError, ProviderError
+from launcher.files import forgotten, remember, select
 from launcher.lease import hours_within
 from launcher.provider import WORKDIR, Check, ClusterInfo, Cost, Progress, Run, RunStatus, Sent
 from launcher.remote import Remote
@@ -56,7 +56,7 @@ class SkyProvider:
         if given["dryrun"] or given["async_call"]:
             return None
         if workdir := task.config.get("workdir"):
-            files.remember(sent_record(name), Path(workdir), files.select(Path(workdir)))
+            remember(sent_record(name), Path(workdir), select(Path(workdir)))
         if not (given["no_setup"] or given["fast"]):
             self._wait_for_setup(name)
         envs = {**(given["env_file"] or {}), **dict(given["env"])}
@@ -195,8 +195,11 @@ class SkyProvider:
         follow_on = "--follow=name --retry" if follow else ""
         Remote(name).run(f"tail {lines} {follow_on} {shlex.quote(path)}", out=out)
 
-    def write(self, name: str, path: str, text: str) -> None:
-        Remote(name).write(path, text)
+    def writing(
+        self, name: str, path: str
+    ) -> contextlib.AbstractContextManager[Callable[[str], None]]:
+        self._require(name)
+        return Remote(name).writing(path)
 
     def fetch(
         self,
@@ -211,12 +214,11 @@ class SkyProvider:
         self._require(name)
         Remote(name).fetch(source, to, patterns, checksum=checksum, progress=progress)
 
-    def sync(self, name: str, workdir: Path) -> Sent:
+    def sync(self, name: str, workdir: Path, files: Sequence[str]) -> Sent:
         self._require(name)
-        selected = files.select(workdir)
-        gone = files.forgotten(sent_record(name), workdir, selected)
-        sent = Remote(name).send(workdir, WORKDIR, selected, gone)
-        files.remember(sent_record(name), workdir, selected)
+        gone = forgotten(sent_record(name), workdir, files)
+        sent = Remote(name).send(workdir, WORKDIR, files, gone)
+        remember(sent_record(name), workdir, files)
         return sent
 
     def tunnel(
@@ -253,7 +255,7 @@ class SkyProvider:
     def _require(self, name: str) -> None:
         """The alias is written when a cluster is up and goes with it, and asking it is quick."""
         if not Remote(name).ssh_config.is_file():
-            raise ClusterNotFound(f"There is no cluster `{name}`")
+            raise ClusterNotFound(f"There is no cluster `{name}` that is up")
 
     def down(self, name: str) -> None:
         skypilot = sky()

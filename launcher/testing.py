@@ -1,7 +1,7 @@
 """A provider that only remembers, for tests of what is built on one."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TextIO
@@ -56,9 +56,8 @@ class FakeProvider:
         runs.append(Run(str(len(runs) + 1), "run", status))
         return runs[-1]
 
-    def sync(self, name: str, workdir: Path) -> Sent:
+    def sync(self, name: str, workdir: Path, files: Sequence[str]) -> Sent:
         self.runs(name)
-        files = select(workdir)
         gone, known = forgotten(_record(), workdir, files), size(workdir, files)
         remember(_record(), workdir, files)
         changed = [path for path in files if self._sizes.get(path) != known[path]]
@@ -86,9 +85,10 @@ class FakeProvider:
         self.runs(name)
         out.write(self.files.get(path, f"content of {path}\n"))
 
-    def write(self, name: str, path: str, text: str) -> None:
+    @contextlib.contextmanager
+    def writing(self, name: str, path: str) -> Iterator[Callable[[str], None]]:
         self.runs(name)
-        self.files[path] = text
+        yield lambda text: self.files.update({path: text})
 
     def fetch(
         self,

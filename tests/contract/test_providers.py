@@ -1,4 +1,4 @@
-"""What every provider does, real and fake; SkyPilot's where ART_TEST_SKYPILOT is set.
+"""What every provider does, real and fake; SkyPilot's where ART_TEST_SKYPILOT names a cluster.
 
 `tests/e2e/test_slurm.py` sets it, on the laptop of its Slurm cluster.
 """
@@ -16,13 +16,14 @@ import pytest
 from kit.manifest import write_manifest
 from launcher.cluster import Cluster
 from launcher.errors import ClusterNotFound, LauncherError, TaskError
+from launcher.files import select
 from launcher.local_provider import LocalProvider
 from launcher.provider import STATE_DIR, Provider, RunStatus
 from launcher.settings import Settings
 from launcher.task import Task
 from launcher.testing import FakeProvider
 
-NAME = "suite"
+NAME = os.environ.get("ART_TEST_SKYPILOT") or "suite"
 TASK = """
 name: demo
 workdir: work
@@ -68,7 +69,8 @@ def provider(
         monkeypatch.setenv("HOME", pwd.getpwuid(os.getuid()).pw_dir)  # where its credentials are
         provider = SkyProvider()
     yield provider
-    provider.down(NAME)
+    if request.param == "local":
+        provider.down(NAME)
 
 
 def quiet(arrived: int, share: float) -> None:
@@ -89,9 +91,7 @@ def names(provider: Provider) -> set[str]:
 
 
 @pytest.mark.filterwarnings("ignore")  # SkyPilot warns about its own dependencies
-def test_a_cluster_appears_works_and_goes(
-    provider: Provider, task: Task, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
+def test_a_cluster_appears_works_and_goes(provider: Provider, task: Task, tmp_path: Path) -> None:
     assert NAME not in names(provider)
     server = provider.launch(NAME, task, [])
     assert server is not None
@@ -108,12 +108,15 @@ def test_a_cluster_appears_works_and_goes(
 
     (tmp_path / "work" / "kept.txt").unlink()
     (tmp_path / "work" / "new.txt").write_text("new")
-    sent = provider.sync(NAME, tmp_path / "work")
+    sent = provider.sync(NAME, tmp_path / "work", select(tmp_path / "work"))
     assert "new.txt" in sent.files and "left.log" not in sent.files
     assert sent.removed == ("kept.txt",)
-    assert provider.sync(NAME, tmp_path / "work").files == ()
+    assert provider.sync(NAME, tmp_path / "work", select(tmp_path / "work")).files == ()
 
-    provider.write(NAME, f"{STATE_DIR}/note", "one\ntwo\n")
+    with provider.writing(NAME, f"{STATE_DIR}/note") as write:
+        write("one\ntwo\n")
+    with provider.writing(NAME, f"{STATE_DIR}/note"):
+        pass  # nothing to say changes nothing
     out = io.StringIO()
     provider.read(NAME, f"{STATE_DIR}/note", follow=False, tail=1, out=out)
     assert out.getvalue().endswith("two\n")
@@ -126,6 +129,8 @@ def test_a_cluster_appears_works_and_goes(
     assert all(check.ok for check in provider.checks())
     provider.cancel(NAME, server.id)
     assert wait(provider, server.id) is RunStatus.CANCELLED
+    if os.environ.get("ART_TEST_SKYPILOT"):
+        return  # who named the cluster ends it
     provider.down(NAME)
     provider.down(NAME)
     assert NAME not in names(provider)
@@ -134,14 +139,14 @@ def test_a_cluster_appears_works_and_goes(
 @pytest.mark.filterwarnings("ignore")
 def test_a_cluster_that_is_not_there_is_named(provider: Provider, tmp_path: Path) -> None:
     for call in (
-        lambda: provider.runs(NAME),
-        lambda: provider.run(NAME, "true", {}, {}),
-        lambda: provider.sync(NAME, tmp_path),
-        lambda: provider.cost(NAME),
-        lambda: provider.fetch(NAME, STATE_DIR, Path("x"), [], checksum=False, progress=quiet),
-        lambda: provider.tunnel(NAME, {1: 1}).__enter__(),
+        lambda: provider.runs("absent"),
+        lambda: provider.run("absent", "true", {}, {}),
+        lambda: provider.sync("absent", tmp_path, []),
+        lambda: provider.cost("absent"),
+        lambda: provider.fetch("absent", STATE_DIR, Path("x"), [], checksum=False, progress=quiet),
+        lambda: provider.tunnel("absent", {1: 1}).__enter__(),
     ):
-        with pytest.raises(ClusterNotFound, match=f"`{NAME}`"):
+        with pytest.raises(ClusterNotFound, match="`absent`"):
             call()
 
 

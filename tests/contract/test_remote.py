@@ -40,13 +40,6 @@ def quiet(arrived: int, share: float) -> None:
     pass
 
 
-class Provider(SkyProvider):
-    """SkyPilot's, whose small files the fake ssh cannot take from Fabric."""
-
-    def write(self, name: str, path: str, text: str) -> None:
-        (Path(os.environ["FAKE_HOME"]) / path).write_text(text)
-
-
 def test_a_pull_goes_on_after_the_connection_was_lost(
     remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,14 +54,14 @@ def test_a_pull_goes_on_after_the_connection_was_lost(
     home = tmp_path / "home"
     monkeypatch.setenv("FAKE_SSH_CUT", str(SIZE // 2))
     with pytest.raises(RemoteError, match="broke off") as error:
-        pull(Provider(), "art", home, quiet)
+        pull(SkyProvider(), "art", home, quiet)
     assert error.value.hint == "Run the command again; it goes on where it stopped"
     half = home / "p/models/m/checkpoints/0001/weights"
     assert 0 < half.stat().st_size < SIZE
     # The rest is less than what cuts the connection again only if the first half is kept.
     monkeypatch.setenv("FAKE_SSH_CUT", str(SIZE * 3 // 4))
     shares: list[float] = []
-    (pulled,) = pull(Provider(), "art", home, lambda arrived, share: shares.append(share))
+    (pulled,) = pull(SkyProvider(), "art", home, lambda arrived, share: shares.append(share))
     assert (pulled.step, pulled.new) == (1, True)
     assert half.read_bytes() == (step / "weights").read_bytes()
     assert (home / "p/models/m/history.jsonl").read_text() == "{}\n"
@@ -79,7 +72,7 @@ def test_a_pull_goes_on_after_the_connection_was_lost(
 
 def test_a_cluster_that_made_nothing_yet_is_no_error(remote: Remote, tmp_path: Path) -> None:
     remote.fetch(STATE_DIR, tmp_path / "home", ["*"], checksum=False, progress=quiet)
-    assert pull(Provider(), "art", tmp_path / "home", quiet) == []
+    assert pull(SkyProvider(), "art", tmp_path / "home", quiet) == []
 
 
 def test_sync_sends_what_changed_and_deletes_what_is_gone(remote: Remote, tmp_path: Path) -> None:
@@ -91,7 +84,7 @@ def test_sync_sends_what_changed_and_deletes_what_is_gone(remote: Remote, tmp_pa
     sent = remote.send(work, "sky_workdir", ["a.txt", "deep/b.txt"], [])
     assert (sent.files, sent.removed, sent.bytes) == (("a.txt", "deep/b.txt"), (), 15)
     (work / "a.txt").unlink()
-    (work / "deep/b.txt").write_text("changed")
+    (work / "deep/b.txt").write_text("changed it")  # as long as before, and within a second
     sent = remote.send(work, "sky_workdir", ["deep/b.txt"], ["a.txt"])
     assert (sent.files, sent.removed) == (("deep/b.txt",), ("a.txt",))
     names = sorted(str(path.relative_to(there)) for path in there.rglob("*") if path.is_file())
