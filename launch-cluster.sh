@@ -11,6 +11,8 @@
 set -euo pipefail
 case "${1:-}" in -h | --help) sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
 cd "$(dirname "$0")"
-scripts/install
+# On a GPU machine the environment may be that of a cluster, with vLLM, which SkyPilot cannot share.
+[ "$*" = --local ] && .venv/bin/python -c 'import importlib.util as u; exit(not u.find_spec("vllm"))' 2>/dev/null ||
+  scripts/install
 [ "$*" != --local ] || exec .venv/bin/python -m examples.temporal_clue.local
 exec .venv/bin/launcher up "$@"

@@ -7,12 +7,15 @@ median round counts. Tokens a second of CPU time are told too: on a busy machine
 Same prompts, same number of new tokens, same precision, same threads.
 transformers comes from the environment that `scripts/vllm-cpu-env` makes, which has it too.
 Goal: the embedded engine at batch 16 gives at least 1.5 times the tokens of transformers.
+How long an engine takes to load a LoRA is told besides; `--rounds 0` measures that alone. Goal:
+0.2 s into vLLM.
 """
 
 import argparse
 import asyncio
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -30,10 +33,12 @@ sys.path.insert(0, str(ROOT))
 from bench.report import Table, machine, write_report  # noqa: E402
 from trainer import smollm2  # noqa: E402
 from trainer.base_models import resolve  # noqa: E402
+from trainer.config import LoraConfig  # noqa: E402
 from trainer.engines.choose import vllm_program  # noqa: E402
 from trainer.engines.embedded import EmbeddedEngine  # noqa: E402
 from trainer.engines.engine import SampleRequest  # noqa: E402
 from trainer.engines.vllm import VllmEngine  # noqa: E402
+from trainer.learner.handle import Learner  # noqa: E402
 from trainer.precision import dtype_name  # noqa: E402
 
 
@@ -83,7 +88,31 @@ async def sample(engine: Any, prompts: list[list[int]], tokens: int) -> Round:
     return Round(sum(counts), time.perf_counter() - start, cpu_seconds(process.pid) - before)
 
 
-async def measure(arguments: argparse.Namespace, model: Path) -> dict[str, list[Round]]:
+async def load_loras(engine: Any, loras: list[Path]) -> list[float]:
+    """Seconds until each LoRA, under a name and a path of its own, can be asked for."""
+    taken = []
+    for place, path in enumerate(loras):
+        start = time.perf_counter()
+        await engine.load(f"bench@{place}", path)
+        taken.append(time.perf_counter() - start)
+    return taken[1:]  # the first one also starts what loads
+
+
+async def make_loras(name: str, directory: Path, count: int = 9) -> list[Path]:
+    """Copies of a LoRA of rank 8 on every linear layer, as the learner writes it."""
+    learner = Learner(name, log=directory / "learner.log")
+    await learner.start()
+    try:
+        step = await learner.prepare(directory / "checkpoints", LoraConfig())
+    finally:
+        await learner.stop()
+    made = directory / "checkpoints" / f"{step:04d}"
+    return [Path(shutil.copytree(made, directory / f"lora-{n}")) for n in range(count)]
+
+
+async def measure(
+    arguments: argparse.Namespace, model: Path
+) -> tuple[dict[str, list[Round]], dict[str, list[float]]]:
     random = np.random.RandomState(1)
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
 
@@ -103,6 +132,7 @@ async def measure(arguments: argparse.Namespace, model: Path) -> dict[str, list[
         arguments={"max_model_len": 2048, "max_loras": 1, "max_cpu_loras": 1},
     )
     python = Path(vllm_program(arguments.vllm)[0])
+    loras = await make_loras(arguments.model, logs)
     baseline = transformers(python, model, fresh(), arguments.tokens)
     found: dict[str, list[Round]] = {"transformers.generate": [], "embedded": [], "vLLM": []}
     try:
@@ -113,10 +143,12 @@ async def measure(arguments: argparse.Namespace, model: Path) -> dict[str, list[
             found["transformers.generate"].append(await generate(baseline))
             found["embedded"].append(await sample(embedded, fresh(), arguments.tokens))
             found["vLLM"].append(await sample(vllm, fresh(), arguments.tokens))
+        engines = {"embedded": embedded, "vLLM": vllm}
+        loads = {name: await load_loras(engine, loras) for name, engine in engines.items()}
     finally:
         baseline.kill()
         await asyncio.gather(embedded.stop(), vllm.stop())
-    return found
+    return found, loads
 
 
 def main() -> None:
@@ -134,10 +166,10 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
     model = resolve(arguments.model)
     load = os.getloadavg()[0]
-    found = asyncio.run(measure(arguments, model))
+    found, loads = asyncio.run(measure(arguments, model))
     table = Table(["engine", "tok/s (median)", "to transformers", "tok/CPU s", "to transformers"])
     base: tuple[float, float] | None = None
-    for name, rounds in found.items():
+    for name, rounds in found.items() if arguments.rounds else ():
         wall = statistics.median(round.tokens / round.seconds for round in rounds)
         cpu = statistics.median(round.tokens / round.cpu_seconds for round in rounds)
         base = base or (wall, cpu)
@@ -148,9 +180,12 @@ def main() -> None:
         f"`{arguments.model}`, {dtype_name(model, cuda=False)}, batch {arguments.batch}, prompts "
         f"of {arguments.prompt} tokens, {arguments.tokens} new tokens, {arguments.threads} threads"
     )
-    print(f"{what}\n\n{table}\n\n{machine(load, ['torch'])}")
+    loading = Table(["LoRA load into", "median ms", "max ms"])
+    for name, taken in loads.items():
+        loading.add([name, f"{statistics.median(taken) * 1e3:.0f}", f"{max(taken) * 1e3:.0f}"])
+    print(f"{what}\n\n{table}\n\n{loading}\n\n{machine(load, ['torch'])}")
     if arguments.write:
-        write_report("engine", what, table, load)
+        write_report("engine", what, table, load, notes=str(loading))
 
 
 if __name__ == "__main__":

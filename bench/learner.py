@@ -5,9 +5,9 @@
 
 Each stack runs in its own process and environment (peft refuses the torchao that TorchTune needs;
 `scripts/parity` makes the other environment). A measurement is the forward and backward pass of
-one batch, in CPU seconds of one thread, the best of N: other load on the machine then counts
-least. Both stacks compute in bfloat16, apply the head only to the tokens whose logprob is asked
-for, and train a LoRA of rank 8 on all linear layers.
+one batch, in CPU seconds of one thread; the stacks take turns, and the best of N turns counts:
+other load on the machine then counts least. Both stacks compute in bfloat16, apply the head only
+to the tokens whose logprob is asked for, and train a LoRA of rank 8 on all linear layers.
 
 Scenarios:
   dense    8 sequences of 256 tokens, 60 of them chosen: nothing to share
@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RANK, ALPHA = 8, 16
@@ -50,10 +51,12 @@ def ours(model: str, scenario: str) -> Callable[[], None]:
 
     from trainer.base_models import resolve
     from trainer.config import LoraConfig
+    from trainer.device import keep_freed_memory
     from trainer.learner.gradient import row_logprobs
     from trainer.learner.pack import Sample, pack
     from trainer.model import load_model
 
+    keep_freed_memory()  # as the learner's process does
     policy = load_model(
         resolve(model),
         lora=LoraConfig(rank=RANK, alpha=ALPHA),
@@ -106,29 +109,54 @@ def theirs(model: str, scenario: str) -> Callable[[], None]:
     return step
 
 
-def measure(step: Callable[[], None], repeats: int) -> dict[str, float]:
+def measure(step: Callable[[], None]) -> None:
+    """A step and its figures for every line that comes, so that the stacks can take turns."""
     import torch
 
     torch.set_num_threads(1)
     step()  # first use of memory and kernels
-    best = float("inf")
-    for _ in range(repeats):
+    for _ in sys.stdin:
         started = time.process_time()
         step()
-        best = min(best, time.process_time() - started)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"cpu_s": best, "peak_gib": peak / 2**30}
+        seconds = time.process_time() - started
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        print(json.dumps({"cpu_s": seconds, "peak_gib": peak / 2**30}), flush=True)
 
 
-def run(python: str, stack: str, model: str, scenario: str, repeats: int) -> dict[str, float]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment["PYTHONPATH"] = str(ROOT)
-    command = [python, __file__, "--stack", stack, "--model", model, "--scenario", scenario]
-    output = subprocess.run(
-        [*command, "--repeats", str(repeats)], env=environment, check=True, stdout=subprocess.PIPE
-    ).stdout
-    result: dict[str, float] = json.loads(output.splitlines()[-1])
-    return result
+class Stack:
+    """A process that measures one stack, a step at a time."""
+
+    def __init__(self, python: str, name: str, model: str, scenario: str) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        environment["PYTHONPATH"] = str(ROOT)
+        command = [python, __file__, "--stack", name, "--model", model, "--scenario", scenario]
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def step(self) -> dict[str, float]:
+        assert self._process.stdin and self._process.stdout
+        print("go", file=self._process.stdin, flush=True)
+        figures: dict[str, float] = json.loads(self._process.stdout.readline())
+        return figures
+
+    def stop(self) -> None:
+        self._process.communicate()
+
+
+def run(pythons: dict[str, str], model: str, scenario: str, repeats: int) -> dict[str, Any]:
+    """The best step of each stack, and its peak memory. They take turns, on a machine with load."""
+    stacks = {name: Stack(python, name, model, scenario) for name, python in pythons.items()}
+    rounds = [{name: stack.step() for name, stack in stacks.items()} for _ in range(repeats)]
+    for stack in stacks.values():
+        stack.stop()
+    return {
+        name: {
+            "cpu_s": min(turn[name]["cpu_s"] for turn in rounds),
+            "peak_gib": rounds[-1][name]["peak_gib"],
+        }
+        for name in pythons
+    }
 
 
 def compare(model: str, repeats: int) -> bool:
@@ -144,10 +172,8 @@ def compare(model: str, repeats: int) -> bool:
     for scenario in SCENARIOS:
         given, _ = sequences(scenario)
         tokens = sum(map(len, given))
-        found = {
-            stack: run(python, stack, directory, scenario, repeats)
-            for stack, python in (("theirs", parity), ("ours", sys.executable))
-        }
+        pythons = {"theirs": parity, "ours": sys.executable}
+        found = run(pythons, directory, scenario, repeats)
         speed = found["theirs"]["cpu_s"] / found["ours"]["cpu_s"]
         lean = found["ours"]["peak_gib"] <= found["theirs"]["peak_gib"]
         met = met and speed >= TARGETS[scenario] and lean
@@ -171,14 +197,14 @@ def main() -> None:
     parser.add_argument("--peft-path", default="", help="PYTHONPATH of a peft without torchao")
     parser.add_argument("--cases", help="with --cuda: only these, by name, with commas between")
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--stack", choices=["ours", "theirs"], help=argparse.SUPPRESS)
     parser.add_argument("--scenario", choices=SCENARIOS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.stack:
         build = {"ours": ours, "theirs": theirs}[arguments.stack]
         step = build(arguments.model, arguments.scenario)
-        print(json.dumps(measure(step, arguments.repeats)))
+        measure(step)
     elif arguments.cpu:
         sys.exit(0 if compare(arguments.model, arguments.repeats) else 1)
     elif arguments.cuda:

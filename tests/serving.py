@@ -39,13 +39,14 @@ class Serving:
         *arguments: str,
         program: tuple[str, ...] = ("trainer", "serve"),
         host: str = "127.0.0.1",
+        port: int | None = None,
         openai_port: int | None = None,
         **environment: str,
     ) -> None:
         self.state = directory / ".art"
         self.log = directory / "server.log"
         self.process: subprocess.Popen[bytes]
-        ports = free_port(), openai_port or free_port()
+        ports = port or free_port(), openai_port or free_port()
         self.control, self.openai = (f"http://{host}:{port}" for port in ports)
         self._directory = directory
         self._environment = environment

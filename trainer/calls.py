@@ -5,7 +5,7 @@ A call is `{"id", "method", "params"}`; its answers are any number of `{"id", "r
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from kit.errors import KitError
@@ -13,18 +13,23 @@ from trainer import errors
 from trainer.errors import TrainerError
 
 Json = dict[str, Any]
+Write = Callable[[int, str, Json | bytes], None]
 
 
 class Calls:
-    """The calls under way; `write` sends a message, `died` is the error of a connection's end."""
+    """The calls under way over one connection.
 
-    def __init__(self, write: Callable[[Json], None], died: Callable[[], TrainerError]) -> None:
+    `write` sends a call's id, method and parameters (JSON, or its bytes) and raises where it
+    cannot, except a `cancel`; `died` is the error of a connection that has ended.
+    """
+
+    def __init__(self, write: Write, died: Callable[[], TrainerError]) -> None:
         self._write = write
         self._died = died
         self._answers: dict[int, asyncio.Queue[Json]] = {}
         self._next_id = 0
 
-    async def call(self, method: str, **params: Any) -> Any:
+    async def call(self, method: str, params: Json | bytes) -> Any:
         """Call `method` and return its result."""
         call, answers = self._send(method, params)
         try:
@@ -35,7 +40,7 @@ class Calls:
         finally:
             del self._answers[call]
 
-    async def stream(self, method: str, **params: Any) -> AsyncIterator[Json]:
+    async def stream(self, method: str, params: Json | bytes) -> AsyncGenerator[Json]:
         """Call `method` and yield its rows; one that is left early is cancelled."""
         call, answers = self._send(method, params)
         answer: Json = {"row": {}}
@@ -46,7 +51,7 @@ class Calls:
         finally:
             del self._answers[call]
             if "row" in answer:
-                self._write({"id": call, "method": "cancel", "params": {}})
+                self._write(call, "cancel", {})
 
     def take(self, answer: Json) -> None:
         """Give an answer that has come to the call that waits for it, if one still does."""
@@ -58,10 +63,10 @@ class Calls:
         for queue in self._answers.values():
             queue.put_nowait({"error": None})
 
-    def _send(self, method: str, params: Json) -> tuple[int, asyncio.Queue[Json]]:
+    def _send(self, method: str, params: Json | bytes) -> tuple[int, asyncio.Queue[Json]]:
         self._next_id += 1
         call, answers = self._next_id, asyncio.Queue[Json]()
-        self._write({"id": call, "method": method, "params": params})
+        self._write(call, method, params)
         self._answers[call] = answers
         return call, answers
 

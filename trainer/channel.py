@@ -20,9 +20,11 @@ from typing import Any
 from kit.errors import KitError
 from trainer.calls import Calls, Json, write_error
 from trainer.errors import WorkerDied
+from trainer.pieces import is_large, pieces
 
 logger = logging.getLogger(__name__)
 FD_VARIABLE = "ART_CHANNEL_FD"
+CHUNK = 1 << 20
 LIMIT = 1 << 30  # bytes in one line: a train request holds every trajectory of a step
 
 
@@ -87,11 +89,16 @@ class Worker:
 
     async def call(self, method: str, **params: Any) -> Any:
         """Call `method` and return its result."""
-        return await self._calls.call(method, **params)
+        return await self._calls.call(method, params)
 
-    def stream(self, method: str, **params: Any) -> AsyncIterator[Json]:
+    async def stream(self, method: str, **params: Any) -> AsyncIterator[Json]:
         """Call `method` and yield its rows; one that is left early is cancelled."""
-        return self._calls.stream(method, **params)
+        text: Json | bytes = params
+        if any(map(is_large, params.values())):  # a step's groups: others are answered meanwhile
+            text = await asyncio.to_thread(lambda: "".join(pieces(params)).encode())
+        async with contextlib.aclosing(self._calls.stream(method, text)) as rows:
+            async for row in rows:
+                yield row
 
     async def stop(self) -> None:
         """End the process: politely first, then not."""
@@ -107,10 +114,12 @@ class Worker:
         for task in self._tasks:
             task.cancel()
 
-    def _write(self, message: Json) -> None:
+    def _write(self, call: int, method: str, params: Json | bytes) -> None:
         if self.running and self._writer is not None and not self._writer.is_closing():
-            self._writer.write(json.dumps(message).encode() + b"\n")
-        elif message["method"] != "cancel":
+            text = params if isinstance(params, bytes) else json.dumps(params).encode()
+            head = f'{{"id": {call}, "method": "{method}", "params": '
+            self._writer.write(head.encode() + text + b"}\n")
+        elif method != "cancel":
             raise self._died()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
@@ -148,14 +157,14 @@ class Channel:
         # A worker that outlives a killed server could write a checkpoint its successor writes too.
         die_with_parent(signal.SIGKILL)
         self._socket = socket.socket(fileno=int(os.environ[FD_VARIABLE]))
-        self._buffer = b""
+        self._buffer = bytearray()
         self.open = True
 
     def poll(self, *, wait: bool) -> Iterator[tuple[int, str, Json]]:
         """Yield the calls that have arrived; with `wait`, block until there is one."""
         self._socket.setblocking(wait)
         try:
-            while self.open and b"\n" not in self._buffer:
+            while self.open and b"\n" not in self._buffer[-CHUNK:]:
                 self._receive()
             self._socket.setblocking(False)
             while self.open:
@@ -168,7 +177,7 @@ class Channel:
             yield call["id"], call["method"], call["params"]
 
     def _receive(self) -> None:
-        chunk = self._socket.recv(1 << 20)
+        chunk = self._socket.recv(CHUNK)
         self._buffer += chunk
         self.open = bool(chunk)
 

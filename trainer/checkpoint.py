@@ -112,14 +112,13 @@ def delete(checkpoints: Path, keep: Collection[int]) -> list[int]:
 
 
 def steps_to_keep(
-    checkpoints: Path, *, last: int, metrics: dict[int, float] | None = None, best: int = 0
+    steps: Collection[int], *, last: int, metrics: dict[int, float] | None = None, best: int = 0
 ) -> set[int]:
-    """The `last` newest steps and the `best` ones by `metrics` (step -> value, higher is better).
+    """The `last` newest of `steps`, and the `best` ones by `metrics` (the higher, the better).
 
     The newest step is always among them: a run must be able to go on.
     """
-    steps = list_steps(checkpoints)
-    keep = set(steps[-max(last, 1) :])
+    keep = set(sorted(steps)[-max(last, 1) :])
     ranked = sorted(
         (step for step in metrics or {} if step in steps),
         key=lambda step: ((metrics or {})[step], step),

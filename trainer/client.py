@@ -105,6 +105,11 @@ class ArtBackend:
             yield row
         await self._moved(model)
 
+    async def _log(self, model: Any, trajectory_groups: list[Json], split: str) -> None:
+        """Have the server keep groups under the model's step, with their averages."""
+        body = {"model": _wire(model), "trajectory_groups": trajectory_groups, "split": split}
+        await self._post("/_log", body)
+
     async def _delete_checkpoint_files(self, model: Any, steps_to_keep: list[int]) -> None:
         body = {"model": _wire(model), "steps_to_keep": list(steps_to_keep)}
         await self._post("/_delete_checkpoint_files", body)
@@ -163,6 +168,8 @@ def _plain(config: Any) -> Json:
 def _settings(given: Json) -> Json:
     """Arguments of ART's `train` as the settings of a step; all others pass as they are."""
     asked = dict(given)
+    if "adam_params" in asked:
+        asked["adam_params"] = _plain(asked["adam_params"])  # Tinker's are an object
     if "loss_fn" in asked:
         loss = asked.pop("loss_fn")
         if loss not in ("cispo", "ppo"):

@@ -217,6 +217,8 @@ class ServerConfig(Config):
     """Exit after this many hours whatever happens; 0 stays."""
     bucket: Annotated[str | None, Env("ART_BUCKET")] = None
     """Bucket that the state directory is mounted from, if any: checkpoints are safe there."""
+    wandb_api_key: Annotated[SecretStr | None, Env("WANDB_API_KEY")] = None
+    """Key of Weights & Biases, where every model then has a run; None reports nowhere."""
     lora: LoraConfig = LoraConfig()
     """Shape of the LoRA of a new model."""
 

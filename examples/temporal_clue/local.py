@@ -1,18 +1,44 @@
 """What `./launch-cluster.sh --local` does: a backend on this machine, and the example trained.
 
-A second call goes on where the first was stopped.
+With a CUDA card and vLLM (the `cluster` extra) that is vLLM and a model of 8B, else the embedded
+engine and SmolLM2. A second call goes on where the first was stopped.
 """
 
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
 
 import kit.cli
 from examples.temporal_clue import quickstart
+from kit.settings import gather
 from launcher import Cluster, Task
 from launcher.local_provider import LocalProvider
 from launcher.settings import read
+from trainer.config import ServerConfig
+from trainer.engines.choose import chosen
 from trainer.smollm2 import NAME
+
+END = "  bring it home, end the backend: launcher down --local"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is served, and which puzzles it is trained on."""
+
+    task: Path
+    size: str
+    envs: Mapping[str, str] = field(default_factory=dict)
+
+
+def plan(config: ServerConfig) -> Plan:
+    """What this machine is fit for; the server's own choice of an engine decides."""
+    if chosen(config) == "vllm":
+        return Plan(Path("sky/art-local.yaml"), "small")
+    # The small example is made for this model, whatever `.env` names for a GPU.
+    return Plan(Path("sky/art-cpu.yaml"), "tiny", {"BASE_MODEL": NAME})
 
 
 @click.command()
@@ -21,14 +47,23 @@ def main() -> None:
     settings = read()
     provider = LocalProvider()
     cluster = Cluster(settings.cluster, provider=provider, settings=settings)
-    # The example is made for this model, whatever `.env` names for a rented GPU.
-    task = Task.load(Path("sky/art-cpu.yaml"), settings, envs={"BASE_MODEL": NAME})
-    cluster.up(task, progress=kit.cli.note)
-    kit.cli.note(f"The backend is up; training `{NAME}` on puzzles, some minutes on two cores")
-    state = provider.workdir(cluster.name) / ".art"
-    ports = ("--port", str(settings.port), "--openai-port", str(settings.openai_port))
-    quickstart.main([*ports, "--state-dir", str(state)], standalone_mode=False)
-    kit.cli.note("  bring it home, end the backend: launcher down --local")
+    wanted = plan(gather(ServerConfig))
+    task = Task.load(wanted.task, settings, envs=wanted.envs)
+    try:
+        cluster.up(task, progress=kit.cli.note)
+        model = task.envs["BASE_MODEL"]
+        length = ", some minutes on two cores" if wanted.size == "tiny" else ""
+        kit.cli.note(f"The backend is up; training `{model}` on puzzles{length}")
+        state = provider.workdir(cluster.name) / ".art"
+        ports = ("--port", str(settings.port), "--openai-port", str(settings.openai_port))
+        asked = (*ports, "--state-dir", str(state), "--size", wanted.size, "--base-model", model)
+        quickstart.main(list(asked), standalone_mode=False)
+    except (KeyboardInterrupt, SystemExit) as stop:  # the latter when training was stopped
+        if isinstance(stop, KeyboardInterrupt):
+            kit.cli.note("Stopped; the same command goes on from here")
+        kit.cli.note(f"The backend ends by itself when nobody uses it, or now:\n{END}")
+        sys.exit(130)
+    kit.cli.note(END)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,12 @@ ASK = {
     "role": "user",
     "content": "Rose did it with the rope in the hall at noon. Who, weapon, room, time?",
 }
-CHANCE = 1 / 3  # three options a question, each mentioned once
+SMALL_MODEL = "What it learned is the form of an answer and finding it in the clues, not deduction"
+# What is trained by the size of the puzzles: the config, and the puzzles that measure it.
+SIZES = {
+    "tiny": ("config.yaml", "validation.jsonl"),
+    "small": ("gpu.yaml", "small_validation.jsonl"),
+}
 
 
 @click.command()
@@ -36,6 +41,13 @@ CHANCE = 1 / 3  # three options a question, each mentioned once
     help="Where metrics and the plot go.",
 )
 @click.option("--epochs", default=24, show_default=True, help="Rounds of sampling and training.")
+@click.option(
+    "--size",
+    type=click.Choice(list(SIZES)),
+    default="tiny",
+    show_default=True,
+    help="Of the puzzles; `small` is for a model of billions of parameters.",
+)
 @click.option("--seed", default=0, show_default=True, help="Order of the puzzles.")
 @click.option("--base-model", help="Train another model than the config's.")
 def main(
@@ -45,6 +57,7 @@ def main(
     state_dir: str,
     output_dir: str,
     epochs: int,
+    size: str,
     seed: int,
     base_model: str | None,
 ) -> None:
@@ -61,12 +74,14 @@ def main(
     }
     if base_model:
         overrides["trainer_adapters.backend.backend.base_model"] = base_model
+    config, measured = SIZES[size]
+    validation = HERE / "data" / measured
     started = time.monotonic()
     try:
         result = finetune(
-            HERE / "config.yaml",
+            HERE / config,
             overrides=list(overrides.items()),
-            validation_dataset=HERE / "data" / "validation.jsonl",
+            validation_dataset=validation,
             validation_interval=max(1, epochs // 2),
             resume=True,
         )
@@ -74,11 +89,14 @@ def main(
         kit.cli.note("Stopped; the same command goes on from here")
         sys.exit(130)
     assert result is not None
-    for line in report(result, Path(state_dir), Path(output_dir), time.monotonic() - started):
+    seconds = time.monotonic() - started
+    for line in report(result, Path(state_dir), Path(output_dir), validation, seconds):
         kit.cli.note(line)
 
 
-def report(result: Result, state: Path, output: Path, seconds: float) -> list[str]:
+def report(
+    result: Result, state: Path, output: Path, validation: Path, seconds: float
+) -> list[str]:
     """Before and after, where things lie, and what to try next."""
     history = result.history
     assert history is not None
@@ -96,8 +114,8 @@ def report(result: Result, state: Path, output: Path, seconds: float) -> list[st
         f"{first['avg_reward']:.3f} before, {last['avg_reward']:.3f} after "
         f"({last['avg_reward'] - first['avg_reward']:+.3f})",
         f"Right among well-formed answers: {told(accuracy(output, first['epoch']))} before, "
-        f"{told(accuracy(output, last['epoch']))} after, {CHANCE:.2f} by chance",
-        "What it learned is the form of an answer and finding it in the clues, not deduction",
+        f"{told(accuracy(output, last['epoch']))} after, {chance(validation):.2f} by chance",
+        *([SMALL_MODEL] if validation.name == SIZES["tiny"][1] else []),
         "",
         f"Checkpoint: {checkpoint}",
         f"Plot:       {output}/reward_plot.png",
@@ -109,6 +127,13 @@ def report(result: Result, state: Path, output: Path, seconds: float) -> list[st
         "  train longer: python -m examples.temporal_clue.quickstart --epochs 48",
         "  your agent:   docs/extending.md",
     ]
+
+
+def chance(validation: Path) -> float:
+    """The share of right answers of one who guesses among the options."""
+    puzzles = [json.loads(line)["options"] for line in validation.read_text().splitlines()]
+    shares = [1 / len(options) for puzzle in puzzles for options in puzzle.values()]
+    return sum(shares) / len(shares)
 
 
 def accuracy(output: Path, epoch: int) -> float | None:

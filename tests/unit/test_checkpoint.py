@@ -90,9 +90,10 @@ def test_what_a_killed_process_left_is_cleaned(tmp_path: Path) -> None:
 
 def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
     save(tmp_path, 0, 1, 2, 3, 4)
-    keep = checkpoint.steps_to_keep(tmp_path, last=2, metrics={0: 0.5, 1: 0.9, 2: 0.1}, best=1)
+    steps = checkpoint.list_steps(tmp_path)
+    keep = checkpoint.steps_to_keep(steps, last=2, metrics={0: 0.5, 1: 0.9, 2: 0.1}, best=1)
     assert keep == {1, 3, 4}
-    assert checkpoint.steps_to_keep(tmp_path, last=0) == {4}
+    assert checkpoint.steps_to_keep(steps, last=0) == {4}
     assert checkpoint.delete(tmp_path, keep) == [0, 2]
     assert checkpoint.list_steps(tmp_path) == [1, 3, 4]
 

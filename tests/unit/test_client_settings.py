@@ -1,12 +1,14 @@
 """Settings in requests: each acts, or is refused by its name."""
 
+from pathlib import Path
 from typing import Any
 
 import pydantic
 import pytest
 
 from trainer.config import LoraConfig, ServerConfig
-from trainer.errors import BadRequest, Unsupported
+from trainer.errors import BadRequest, NotFound, Unsupported
+from trainer.server.models import Model
 from trainer.server.settings import (
     check_internal_config,
     grpo_config,
@@ -30,7 +32,7 @@ def step(config: Any = None, dev_config: Any = None, **internal: Any) -> Any:
         config=config or {},
         dev_config=dev_config or {},
     )
-    return grpo_config(request)
+    return grpo_config(request, Model("p", "m", Path("m"), LoraConfig(), steps={0: "", 3: ""}))
 
 
 def test_what_nat_sends_for_the_guides_yaml_is_taken() -> None:
@@ -52,6 +54,29 @@ def test_the_yaml_wins_over_nats_defaults_and_a_steps_own_settings_over_both() -
     assert (asked.learning_rate, asked.kl_penalty_coef) == (1e-6, 0.1)
     assert step(nat, {"learning_rate": 3e-4, "ppo": None}, trainer_args=yaml).learning_rate == 3e-4
     assert step({"learning_rate": 1e-4, "beta": 0.2}).kl_penalty_coef == 0.2
+
+
+def test_tinkers_settings_of_optimizer_and_loss_act_under_our_names() -> None:
+    adam = {"learning_rate": 1e-4, "beta1": 0.8, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0}
+    asked = step(dev_config={"adam_params": {**adam, "grad_clip_norm": 0.0}})
+    assert (asked.learning_rate, asked.adam_beta1, asked.adam_beta2) == (1e-4, 0.8, 0.95)
+    assert (asked.adam_epsilon, asked.weight_decay) == (1e-12, 0.0)
+    assert asked.max_grad_norm > 1e6
+    clip = {"clip_low_threshold": 0.75, "clip_high_threshold": 1.5}
+    assert step(dev_config={"loss_fn_config": clip}).clip_range == (0.75, 1.5)
+    with pytest.raises(Unsupported, match=r"`adam_params\.momentum`"):
+        step(dev_config={"adam_params": {"momentum": 0.9}})
+    for bad in ({"adam_params": [1]}, {"adam_params": {"beta1": "x"}}):
+        with pytest.raises(BadRequest, match="adam_params"):
+            step(dev_config=bad)
+
+
+def test_the_reference_is_the_checkpoint_of_the_step_that_is_named() -> None:
+    asked = {"kl_penalty_coef": 0.1, "kl_penalty_reference_step": 3}
+    assert step(dev_config=asked).kl_ref_adapter_path == "m/checkpoints/0003"
+    for absent in (2, "3", [3]):
+        with pytest.raises(NotFound, match=r"`kl_penalty_reference_step`.*no such checkpoint"):
+            step(dev_config={**asked, "kl_penalty_reference_step": absent})
 
 
 def test_the_models_length_limits_its_trajectories() -> None:

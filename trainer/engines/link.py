@@ -66,7 +66,7 @@ class Link:
         await self._connection.close()
 
     async def call(self, method: str, **params: Any) -> Any:
-        return await self._calls.call(method, **params)
+        return await self._calls.call(method, params)
 
     async def goodbye(self) -> None:
         """Tell the machine that nothing is to be done any more."""
@@ -98,9 +98,7 @@ class Link:
         await self.call("unload", lora=lora)
 
     async def sample(self, request: SampleRequest) -> AsyncIterator[Delta]:
-        async with contextlib.aclosing(
-            self._calls.stream("sample", **vars(request))  # type: ignore[type-var]
-        ) as rows:
+        async with contextlib.aclosing(self._calls.stream("sample", vars(request))) as rows:
             async for row in rows:
                 try:
                     delta = Delta(**row)
@@ -108,10 +106,11 @@ class Link:
                     raise self.died() from None  # it speaks another language
                 yield delta
 
-    def _write(self, message: Json) -> None:
+    def _write(self, call: int, method: str, params: Json | bytes) -> None:
         if not self._gone.is_set():
+            message = {"id": call, "method": method, "params": params}
             self._messages.put_nowait(json.dumps(message))
-        elif message["method"] != "cancel":
+        elif method != "cancel":
             raise self.died()
 
     async def _send(self) -> None:

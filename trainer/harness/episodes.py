@@ -148,6 +148,18 @@ def to_wire(trajectory: Trajectory) -> Json:
     }
 
 
+def measured(run: WorkflowRun) -> Json:
+    """A run that is not trained on, as a group of ART's: its last conversation and its reward."""
+    if run.reward is None:
+        why = {"type": str(run.failure), "message": run.error, "traceback": ""}
+        return {"trajectories": [], "exceptions": [why]}
+    last = run.completions[-1:]
+    said = [message for call in last for message in (*call.messages, call.choice)]
+    about = {"example_id": run.example.id}
+    trajectory = {"messages_and_choices": said, "reward": run.reward, "metadata": about}
+    return {"trajectories": [{**trajectory, "metrics": run.metrics}], "exceptions": []}
+
+
 def _wire_item(item: EpisodeItem) -> Json:
     about = item.metadata or {}
     if item.role == EpisodeItemRole.ASSISTANT and item.logprobs is not None:

@@ -7,6 +7,7 @@ the backend, which journaled it, trains it once.
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from trainer.harness.types import (
     TrainingJobStatus,
     TrainingStatusEnum,
     TrajectoryCollection,
+    WorkflowRun,
 )
 
 logger = logging.getLogger(__name__)
@@ -106,6 +108,13 @@ class ARTTrainerAdapter:
     async def current_step(self) -> int:
         """The step the backend serves now."""
         return await self._ready()._get_step(self._model)
+
+    async def log_validation(self, runs: Sequence[WorkflowRun]) -> None:
+        """Give what was measured to the backend: it is its `val/reward`, also at W&B."""
+        try:
+            await self._ready()._log(self._model, [episodes.measured(run) for run in runs], "val")
+        except TrainerError as exc:
+            logger.warning("The backend does not keep the validation: %s", exc.message)
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         """Check the episodes and start the training; returns at once."""

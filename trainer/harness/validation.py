@@ -26,6 +26,9 @@ async def validate(context: Context, run_id: str, epoch: int) -> dict[str, Any]:
     every = [run for group in runs for run in group]
     path = context.config.eval.general.output_dir / f"validation_{epoch:04d}.jsonl"
     write_jsonl(path, map(record, every))
+    # A backend may keep what was measured beside its checkpoints; an adapter need not know how.
+    if hasattr(context.trainer_adapter, "log_validation"):
+        await context.trainer_adapter.log_validation(every)
     summary = {
         "epoch": epoch,
         "timestamp": datetime.now(UTC).isoformat(),

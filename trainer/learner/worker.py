@@ -20,7 +20,7 @@ from kit.errors import KitError
 from trainer import channel
 from trainer.base_models import resolve
 from trainer.config import LoraConfig, read_step_config
-from trainer.device import default_device, default_dtype
+from trainer.device import default_device, default_dtype, keep_freed_memory
 from trainer.errors import OutOfMemory
 from trainer.learner.learner import Learner
 from trainer.learner.world import World, join, start_others
@@ -110,6 +110,7 @@ def main() -> None:
     parser.add_argument("--number", type=int, default=0, help="which of them this is")
     parser.add_argument("--master", default="", help="HOST:PORT where number 0 is met")
     arguments = parser.parse_args()
+    keep_freed_memory()
     device, directory = default_device(), resolve(arguments.base_model)
     dtype = DTYPES.get(arguments.dtype) or default_dtype(directory, device)
     world = _join(arguments, device)

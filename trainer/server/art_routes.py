@@ -3,15 +3,16 @@
 import json
 import logging
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from fastapi.responses import StreamingResponse
 
 from trainer import checkpoint, faults
 from trainer.errors import Unsupported
 from trainer.server import history, storage
 from trainer.server.backend import Backend
+from trainer.server.bodies import large
 from trainer.server.settings import inference_key
 from trainer.server.training import Training
 from trainer.server.wire import (
@@ -35,7 +36,7 @@ def routes(backend: Backend) -> APIRouter:
 
     @router.post("/register")
     async def register(model: ModelWire) -> None:
-        backend.register(model)
+        await backend.register(model)
 
     @router.post("/_prepare_backend_for_training")
     async def prepare(body: PrepareRequest, request: Request) -> tuple[str, str]:
@@ -51,18 +52,20 @@ def routes(backend: Backend) -> APIRouter:
         return backend.models.get(model).step
 
     @router.post("/_train_model")
-    async def train_model(body: TrainRequest) -> StreamingResponse:
-        return await stream(backend.train(body), verbose=body.verbose)
+    async def train_model(
+        body: Annotated[TrainRequest, Depends(large(TrainRequest))],
+    ) -> StreamingResponse:
+        return await stream(await backend.train(body), verbose=body.verbose)
 
     @router.post("/_train_sft")
-    async def train_sft(body: SftRequest) -> StreamingResponse:
-        return await stream(backend.train(body.as_step()), verbose=body.verbose)
+    async def train_sft(
+        body: Annotated[SftRequest, Depends(large(SftRequest))],
+    ) -> StreamingResponse:
+        return await stream(await backend.train(body.as_step()), verbose=body.verbose)
 
     @router.post("/_log")
-    async def log(body: LogRequest) -> None:
-        directory = backend.models.directory(body.model)
-        step = backend.models.get(body.model).step if body.model.trainable else 0
-        history.log(directory, step, body.trajectory_groups, body.split)
+    async def log(body: Annotated[LogRequest, Depends(large(LogRequest))]) -> None:
+        await backend.log(body.model, body.trajectory_groups, body.split)
 
     @router.post("/_delete_checkpoints")
     async def delete_checkpoints(
@@ -70,7 +73,7 @@ def routes(backend: Backend) -> APIRouter:
     ) -> None:
         found = backend.models.get(model)
         values = history.smoothed(found.directory, benchmark, benchmark_smoothing)
-        steps = checkpoint.steps_to_keep(found.checkpoints, last=1, metrics=values, best=1)
+        steps = checkpoint.steps_to_keep(found.steps, last=1, metrics=values, best=1)
         await storage.keep(backend, found, steps)
 
     @router.post("/_delete_checkpoint_files")

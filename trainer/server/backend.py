@@ -12,22 +12,20 @@ from trainer.base_models import resolve
 from trainer.config import ServerConfig
 from trainer.engines.choose import chosen, create_engine
 from trainer.engines.engine import Delta, Engine, SampleRequest
-from trainer.errors import BadRequest, Conflict, TrainerError, WorkerDied
+from trainer.errors import BadRequest, TrainerError, WorkerDied
 from trainer.learner.handle import Learner
+from trainer.server import history
 from trainer.server.canary import logprob_difference
 from trainer.server.gate import Gate
-from trainer.server.journal import Journal, Request, digest
+from trainer.server.journal import Journal
 from trainer.server.ledger import Entry, Ledger
 from trainer.server.metrics import Metrics
 from trainer.server.models import Model, Models
+from trainer.server.reports import Reports
 from trainer.server.rollouts import Rollouts
-from trainer.server.settings import (
-    check_internal_config,
-    lora_config,
-    max_seq_length,
-    step_config,
-)
+from trainer.server.settings import check_internal_config, lora_config, max_seq_length
 from trainer.server.training import Training
+from trainer.server.trainings import Trainings
 from trainer.server.wire import ModelWire, TrainRequest
 from trainer.tokenizer import Tokenizer
 
@@ -57,7 +55,12 @@ class Backend:
         self._learner: Learner | None = None
         self._gate = Gate()
         self._starting = asyncio.Lock()
-        self._trainings: dict[str, Training] = {}
+        self._registering = asyncio.Lock()
+        key = config.wandb_api_key
+        self.reports = Reports(key.get_secret_value() if key else None, state)
+        self.trainings = Trainings(
+            self.ledger, self._gate, self._load_and_check, self.metrics, self.reports
+        )
         self._unloading: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -72,33 +75,32 @@ class Backend:
                 await self.prepare(ModelWire.model_validate(request.model))
 
     async def stop(self) -> None:
-        for training in self._trainings.values():
-            await training.cancel()
+        """End everything; a second call finds nothing left to do."""
+        await self.trainings.stop()
         for worker in (self._engine, self._learner):
             if worker:
                 await worker.stop()
+        await self.reports.stop()
         self.ledger.close()
         self.rollouts.close()
 
-    @property
-    def training(self) -> bool:
-        return any(not training.done for training in self._trainings.values())
-
     # Models
 
-    def register(self, wire: ModelWire) -> Model | None:
+    async def register(self, wire: ModelWire) -> Model | None:
         """Remember a model; those that cannot be trained need nothing from us."""
         if not wire.trainable:
             return None
         check_internal_config(wire, chosen(self.config))
         self.models.check_base(wire.base_model)
-        model = self.models.add(wire, lora_config(wire, self.config.lora))
+        async with self._registering:  # in a thread, since it hashes the checkpoints on disk
+            lora = lora_config(wire, self.config.lora)
+            model = await asyncio.to_thread(self.models.add, wire, lora)
         model.max_seq_length = max_seq_length(wire)
         return model
 
     async def prepare(self, wire: ModelWire) -> None:
         """Start engine and learner if need be, and serve the model's newest checkpoint."""
-        model = self.register(wire)
+        model = await self.register(wire)
         if model is None or wire.base_model is None:
             raise BadRequest(
                 f"Model `{wire.name}` cannot be trained: it names no base model",
@@ -113,13 +115,9 @@ class Backend:
                 model.step = step
                 await self._load(model, step)
             model.prepared = True
-            if request := model.journal.pending():
-                await self._start_training(model, request).wait()
+            if request := await asyncio.to_thread(model.journal.pending):
+                await self.trainings.start(model, request, self._learner).wait()
         self.models.newest = model
-
-    def training_of(self, model: Model) -> Training | None:
-        """The model's newest step under way or done, since this server started."""
-        return self._trainings.get(model.key)
 
     async def adopt(self, model: Model) -> None:
         """Go on from the newest checkpoint on disk, after others have put some there."""
@@ -256,44 +254,17 @@ class Backend:
 
     # Training
 
-    def train(self, request: TrainRequest) -> Training:
-        """Check the request, write it down and start the step.
-
-        The same body again, while its answer was not delivered, is the same step.
-        """
+    async def train(self, request: TrainRequest) -> Training:
+        """Write the request down and start its step; a step that cannot be trained is refused."""
         model = self.models.get(request.model)
-        if not model.prepared:
-            raise BadRequest(
-                f"Model `{model.name}` is not prepared for training",
-                hint="Call `model.register(backend)`, which prepares it, and wait for it",
-            )
-        config = step_config(request)
-        identity = digest(request.model_dump(mode="json", by_alias=True))
-        pending, running = model.journal.pending(), self._trainings.get(model.key)
-        if pending and running and pending.digest == identity:
-            logger.info("%s: a request for step %s again", model.key, pending.step)
-            return running
-        if running and not running.done:
-            raise Conflict(
-                f"Model `{model.name}` is training already", hint="Wait for that step to end"
-            )
-        self.ledger.recall(request.trajectory_groups)
-        journaled = Request(
-            step=model.step + 1,
-            digest=identity,
-            base_model=self.models.base_model or "",
-            model=request.model.model_dump(mode="json", by_alias=True),
-            groups=request.trajectory_groups,
-            config=config.model_dump(mode="json"),
-        )
-        model.journal.begin(journaled)
-        return self._start_training(model, journaled)
-
-    def _start_training(self, model: Model, request: Request) -> Training:
-        assert self._learner
-        training = Training(
-            model, request, self._learner, self._gate, self._load_and_check, self.metrics
-        )
-        self._trainings[model.key] = training
         self.last_activity = time.monotonic()
-        return training
+        return await self.trainings.admit(
+            model, request, self.models.base_model or "", self._learner
+        )
+
+    async def log(self, wire: ModelWire, groups: list[Json], split: str) -> None:
+        """Keep what a run's owner logs under the model's step, and report its averages."""
+        step = self.models.get(wire).step if wire.trainable else 0
+        directory = self.models.directory(wire)
+        line = await asyncio.to_thread(history.log, directory, step, groups, split)
+        self.reports.add(wire.project, wire.name, step, line)

@@ -1,5 +1,6 @@
 """What stands before every route: the key, and bounds on what a body may be."""
 
+import asyncio
 import hmac
 import re
 from typing import Any
@@ -9,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 OPEN_PATHS = {"/health", "/healthcheck"}
 MAX_BYTES = 512 << 20  # a train request holds every trajectory of a step
+LARGE = 1 << 18  # from here on a look through the body is worth a thread
 MAX_DEPTH = 64  # the deepest thing a client sends is a tool's JSON schema
 _KEEP = b'"[]{}'
 _DROP = bytes(byte for byte in range(256) if byte not in _KEEP)
@@ -43,7 +45,7 @@ class Guard:
             size = f"{self._max_bytes >> 20} MiB" if self._max_bytes >> 20 else self._max_bytes
             answer = error(413, f"The body is larger than {size}", "Send fewer groups at a time")
             return await answer(scope, receive, send)
-        if too_deep(body):
+        if await asyncio.to_thread(too_deep, body) if len(body) > LARGE else too_deep(body):
             answer = error(400, f"The body is nested deeper than {MAX_DEPTH}", "Flatten it")
             return await answer(scope, receive, send)
         await self._app(scope, _Replay(body, receive), send)

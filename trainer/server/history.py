@@ -16,12 +16,13 @@ from trainer.errors import BadRequest
 Json = dict[str, Any]
 
 
-def log(directory: Path, step: int, groups: Sequence[Json], split: str) -> None:
+def log(directory: Path, step: int, groups: Sequence[Json], split: str) -> dict[str, float]:
     """Store `groups` under `step` and append their averages, as `SPLIT/NAME`."""
     means = averages(groups)  # first: what cannot be averaged is not stored either
     store(directory, step, groups, split)
     line = {f"{split}/{name}": value for name, value in means.items()}
     append(directory, {"step": step, **line})
+    return line
 
 
 def store(directory: Path, step: int, groups: Sequence[Json], split: str) -> None:

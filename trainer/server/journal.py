@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.pieces import parse, pieces
+
 Json = dict[str, Any]
 
 
@@ -29,7 +31,10 @@ class Request:
 
 
 def digest(body: Json) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    whole = hashlib.sha256()
+    for piece in pieces(body, sort_keys=True):
+        whole.update(piece.encode())
+    return whole.hexdigest()
 
 
 class Journal:
@@ -45,7 +50,7 @@ class Journal:
         self._rows.unlink(missing_ok=True)
         temporary = self._request.with_suffix(".tmp")
         with temporary.open("w", encoding="utf-8") as file:
-            json.dump(vars(request), file)
+            file.writelines(pieces(vars(request)))
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(self._request)
@@ -55,10 +60,15 @@ class Journal:
         finally:
             os.close(handle)
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether there is a request whose answer was not delivered."""
+        return self._request.is_file()
+
     def pending(self) -> Request | None:
         """The request whose answer was not delivered, if there is one."""
         try:
-            return Request(**json.loads(self._request.read_text(encoding="utf-8")))
+            return Request(**parse(self._request.read_bytes()))
         except FileNotFoundError:
             return None
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kit.manifest import read_manifest
+from kit.manifest import damage, read_manifest
 from trainer import checkpoint
 from trainer.config import LoraConfig
 from trainer.engines.engine import SampleRequest
@@ -87,6 +87,10 @@ class Model:
         for step in checkpoint.list_steps(self.checkpoints):
             self.add_step(step)
         self.step = max(self.steps, default=0)
+
+    def has_whole(self, step: int) -> bool:
+        """Whether that checkpoint is on disk, every file as it was written."""
+        return self.path(step).is_dir() and not damage(self.path(step))
 
     def add_step(self, step: int) -> None:
         manifest = read_manifest(self.path(step)) or {"files": {}}

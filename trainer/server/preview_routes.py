@@ -7,12 +7,13 @@ Ids are made of what they stand for, so that they survive a restart of the serve
 from typing import Annotated, Any, Literal
 
 import pydantic
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
 
 from kit.errors import KitError
 from trainer.errors import BadRequest, Conflict, NotFound
 from trainer.server import history, storage
 from trainer.server.backend import Backend
+from trainer.server.bodies import large
 from trainer.server.models import Model
 from trainer.server.wire import Groups, ModelWire, PlainName, TrainRequest, without_nulls
 
@@ -71,9 +72,10 @@ def _add_models(router: APIRouter, backend: Backend) -> None:
         await storage.delete_model(backend, _model(backend, model_id))
 
     @router.post("/models/{model_id}/log")
-    async def log(model_id: str, body: LogGroups) -> None:
+    async def log(model_id: str, body: Annotated[LogGroups, Depends(large(LogGroups))]) -> None:
         model = _model(backend, model_id)
-        history.log(model.directory, model.step, body.trajectory_groups, body.split)
+        wire = ModelWire(name=model.name, project=model.project)
+        await backend.log(wire, body.trajectory_groups, body.split)
 
 
 def _add_checkpoints(router: APIRouter, backend: Backend) -> None:
@@ -108,7 +110,7 @@ def _add_checkpoints(router: APIRouter, backend: Backend) -> None:
 
 def _add_jobs(router: APIRouter, backend: Backend) -> None:
     @router.post("/training-jobs")
-    async def create_job(body: CreateJob) -> Json:
+    async def create_job(body: Annotated[CreateJob, Depends(large(CreateJob))]) -> Json:
         model = _model(backend, body.model_id)
         wire = ModelWire(
             name=model.name, project=model.project, base_model=backend.models.base_model
@@ -117,7 +119,7 @@ def _add_jobs(router: APIRouter, backend: Backend) -> None:
         request = TrainRequest(
             model=wire, trajectory_groups=body.trajectory_groups, dev_config=asked
         )
-        training = backend.train(request)
+        training = await backend.train(request)
         return {"id": f"{body.model_id}~{training.request.step}"}
 
     @router.get("/training-jobs/{job_id}/events")
@@ -143,7 +145,7 @@ def _add_jobs(router: APIRouter, backend: Backend) -> None:
 
 def _events(backend: Backend, model: Model, step: int) -> list[Json]:
     """What happened so far. The first event, which the client needs first, tells the length."""
-    training = backend.training_of(model)
+    training = backend.trainings.of(model)
     if training is None or training.request.step != step:
         if step > model.step:
             raise NotFound(

@@ -4,6 +4,8 @@ Nulls are absent. Values that ask for what is the case anyway are taken in silen
 """
 
 import logging
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from kit.config import ConfigT, validate
@@ -17,7 +19,8 @@ from trainer.config import (
     is_loopback,
 )
 from trainer.engines import vllm_args
-from trainer.errors import BadRequest, Unsupported
+from trainer.errors import BadRequest, NotFound, Unsupported
+from trainer.server.models import Model
 from trainer.server.wire import ModelWire, TrainRequest, without_nulls
 
 logger = logging.getLogger(__name__)
@@ -50,6 +53,19 @@ _NEUTRAL: dict[str, Json] = {
 # They change how vLLM spends memory and time, never which tokens come out: on a laptop NVIDIA's
 # guide must run as it is written.
 _VLLM_ONLY = {"gpu_memory_utilization", "enforce_eager", "enable_prefix_caching", "max_num_seqs"}
+# Tinker's settings of the optimizer and of the loss, by which openpipe-art's `train` takes them.
+_ADAM: dict[str, Callable[[float], Json]] = {
+    "learning_rate": lambda value: {"learning_rate": value},
+    "beta1": lambda value: {"adam_beta1": value},
+    "beta2": lambda value: {"adam_beta2": value},
+    "eps": lambda value: {"adam_epsilon": value},
+    "weight_decay": lambda value: {"weight_decay": value},
+    "grad_clip_norm": lambda value: {"max_grad_norm": value or 1e9},  # 0 clips nothing
+}
+_LOSS: dict[str, Callable[[float], Json]] = {
+    "clip_low_threshold": lambda value: {"epsilon": 1 - value},
+    "clip_high_threshold": lambda value: {"epsilon_high": value - 1},
+}
 # TorchTune's name of the architecture, which is read from the base model's own files.
 _DESCRIBING = {"model", "model_type"}
 
@@ -109,14 +125,14 @@ def max_seq_length(model: ModelWire) -> int | None:
     return min(given, default=None)
 
 
-def step_config(request: TrainRequest) -> StepConfig:
+def step_config(request: TrainRequest, model: Model) -> StepConfig:
     if request.config.get("kind") != "sft":
-        return grpo_config(request)
+        return grpo_config(request, model)
     asked = {"max_seq_length": max_seq_length(request.model), **request.config}
     return _settings(SftConfig, without_nulls(asked), "the training config")
 
 
-def grpo_config(request: TrainRequest) -> GrpoConfig:
+def grpo_config(request: TrainRequest, model: Model) -> GrpoConfig:
     """The settings of one step, from all the places where clients put them.
 
     NAT always sends its own defaults in `config`, and what its user wrote only in the model's
@@ -125,15 +141,40 @@ def grpo_config(request: TrainRequest) -> GrpoConfig:
     asked: Json = {"max_seq_length": max_seq_length(request.model)}
     for source in (request.config, request.model.section("trainer_args"), request.dev_config):
         asked |= _grpo(without_nulls(source))
+    if (step := asked.pop("kl_penalty_reference_step", None)) is not None:
+        asked.setdefault("kl_ref_adapter_path", str(_reference(model, step)))
     return _settings(GrpoConfig, without_nulls(asked), "the training config")
 
 
 def _grpo(values: Json) -> Json:
-    """Generation 1 calls the KL coefficient `beta`."""
+    """Clients' settings by our names: generation 1 calls the KL coefficient `beta`."""
     renamed = dict(values)
     if "beta" in renamed:
         renamed["kl_penalty_coef"] = renamed.pop("beta")
+    for name, ours in (("adam_params", _ADAM), ("loss_fn_config", _LOSS)):
+        for key, value in without_nulls(_object(renamed.pop(name, None), name)).items():
+            if key not in ours:
+                raise Unsupported(f"`{name}.{key}` is not supported")
+            if not isinstance(value, int | float):
+                raise BadRequest(f"`{name}.{key}` is `{value}`", hint="Give a number")
+            renamed |= ours[key](value)
     return renamed
+
+
+def _object(value: Any, name: str) -> Json:
+    if not isinstance(value, dict | None):
+        raise BadRequest(f"`{name}` is `{value}`", hint="Give an object")
+    return value or {}
+
+
+def _reference(model: Model, step: Any) -> Path:
+    """The checkpoint of a step, which the policy is held to."""
+    if not isinstance(step, int) or step not in model.steps:
+        raise NotFound(
+            f"`kl_penalty_reference_step` is `{step}`, and `{model.name}` has no such checkpoint",
+            hint=f"Kept are {', '.join(map(str, sorted(model.steps))) or 'none'}",
+        )
+    return model.path(step)
 
 
 def inference_key(config: Json | None, server: ServerConfig, openai_port: int) -> str:

@@ -115,7 +115,7 @@ async def _latest_on_s3(s3: str) -> str:
 
 
 def _check_idle(backend: Backend, model: Model) -> None:
-    training = backend.training_of(model)
+    training = backend.trainings.of(model)
     if training and not training.done:
         raise Conflict(
             f"Model `{model.name}` is training", hint="Wait for the step to end, then try again"

@@ -5,7 +5,6 @@ trained again from the checkpoint before it, and gives the same one.
 """
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,11 +14,13 @@ from trainer import faults
 from trainer.config import read_step_config
 from trainer.errors import WorkerDied
 from trainer.learner.handle import Learner
+from trainer.server import history
 from trainer.server.gate import Gate
 from trainer.server.journal import Request
 from trainer.server.ledger import choices_of
 from trainer.server.metrics import Metrics
 from trainer.server.models import Model
+from trainer.server.reports import Reports
 
 logger = logging.getLogger(__name__)
 Json = dict[str, Any]
@@ -37,6 +38,7 @@ class Training:
         gate: Gate,
         load: Callable[[Model, int], Awaitable[float]],
         metrics: Metrics,
+        reports: Reports,
     ) -> None:
         self.model = model
         self.request = request
@@ -44,6 +46,7 @@ class Training:
         self._gate = gate
         self._load = load
         self._metrics = metrics
+        self._reports = reports
         self._rows: list[Json] = []
         self._times: dict[str, float] = {}
         self._changed = asyncio.Condition()
@@ -119,8 +122,8 @@ class Training:
 
     async def _train(self) -> int:
         """Train once and return the step; one that reached its checkpoint is not trained again."""
-        self.model.read_steps()
-        if self.request.step in self.model.steps:
+        if await asyncio.to_thread(self.model.has_whole, self.request.step):
+            self.model.add_step(self.request.step)
             self._rows = self.model.journal.rows()
             await self._notify()
             return self.request.step
@@ -166,12 +169,12 @@ class Training:
             for trajectory in group.get("trajectories") or []
             if self.request.config.get("kind") != "sft"  # there rewards mean nothing
         ]
-        line = {"step": model.step, "recorded_at": time.time(), **means}
-        line |= {"time/step_s": seconds, **self._times, "canary/logprob_difference": canary}
+        line = {**means, "time/step_s": seconds, **self._times}
+        line["canary/logprob_difference"] = canary
         line["data/step_num_truncated"] = sum(
             choice.get("finish_reason") == "length" for choice in choices_of(self.request.groups)
         )
         if rewards:
             line["train/reward"] = sum(rewards) / len(rewards)
-        with (model.directory / "history.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        history.append(model.directory, {"step": model.step, **line})
+        self._reports.add(model.project, model.name, model.step, line)

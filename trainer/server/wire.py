@@ -84,6 +84,11 @@ class TrainRequest(pydantic.BaseModel):
     dev_config: Json = {}
     verbose: bool = False
 
+    def body(self) -> Json:
+        """What makes this request the same as another one."""
+        about = self.model_dump(mode="json", by_alias=True, exclude={"trajectory_groups"})
+        return {**about, "trajectory_groups": self.trajectory_groups}
+
 
 class SftRequest(pydantic.BaseModel):
     model: ModelWire

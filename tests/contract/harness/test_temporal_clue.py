@@ -68,9 +68,17 @@ def test_larger_sizes_can_be_made(name: str) -> None:
     assert "Answer with one line for each of A, B, C, D, E" in row["question"]
 
 
-@pytest.mark.parametrize(("file", "count", "seed"), [("train", 144, 1), ("validation", 48, 2)])
-def test_the_same_seed_gives_the_shipped_file(file: str, count: int, seed: int) -> None:
-    made = "".join(json.dumps(row) + "\n" for row in puzzles(SIZES["tiny"], count, seed))
+@pytest.mark.parametrize(
+    ("file", "size", "count", "seed"),
+    [
+        ("train", "tiny", 144, 1),
+        ("validation", "tiny", 48, 2),
+        ("small_train", "small", 96, 3),
+        ("small_validation", "small", 32, 4),
+    ],
+)
+def test_the_same_seed_gives_the_shipped_file(file: str, size: str, count: int, seed: int) -> None:
+    made = "".join(json.dumps(row) + "\n" for row in puzzles(SIZES[size], count, seed))
     assert made == (DATA / f"{file}.jsonl").read_text()
 
 

@@ -1,0 +1,69 @@
+"""The quickstart with real processes: Ctrl-C, what it leaves, and the call that goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.environments import client_environment
+from tests.serving import Serving
+
+ROOT = Path(__file__).parents[3]
+EPOCHS = 4
+# Names of some puzzles' options: what is right for one puzzle is worth nothing for another.
+REPLIES = ["A: Rose", "A: Gray", "B: rope", "B: knife", "C: hall", "D: noon", "nothing"]
+
+
+def test_ctrl_c_stops_the_quickstart_cleanly_and_the_same_command_goes_on(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    script = tmp_path / "script.json"
+    script.write_text(json.dumps([{"when": "weapon, room", "replies": REPLIES}]))
+    cache = str(tmp_path_factory.getbasetemp() / "art-cache")
+    program = ("trainer.testing", str(script))
+    with Serving(tmp_path, "tiny-random", program=program, ART_CACHE=cache) as server:
+        output = tmp_path / "out"
+        ports = [str(urlsplit(url).port) for url in (server.control, server.openai)]
+        command = [
+            *(sys.executable, "-m", "examples.temporal_clue.quickstart"),
+            *("--port", ports[0], "--openai-port", ports[1], "--base-model", "tiny-random"),
+            *("--state-dir", str(server.state), "--output-dir", str(output)),
+            *("--epochs", str(EPOCHS)),
+        ]
+        # A group of its own, as a terminal has: Ctrl-C goes to every process of it.
+        first = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=client_environment(),
+            stderr=subprocess.PIPE,
+            text=True,
+            process_group=0,
+        )
+        metrics = output / "training_metrics.jsonl"
+        while first.poll() is None and not (metrics.is_file() and metrics.read_text()):
+            time.sleep(0.05)
+        os.killpg(first.pid, signal.SIGINT)
+        told = first.communicate(timeout=60)[1]
+        assert first.returncode == 130, told
+        assert "Stopped; the same command goes on from here" in told and "Traceback" not in told
+        with pytest.raises(ProcessLookupError):
+            os.killpg(first.pid, 0)  # nobody is left of its group
+        done = len(metrics.read_text().splitlines())
+        assert 1 <= done < EPOCHS
+
+        second = subprocess.run(
+            command, cwd=ROOT, env=client_environment(), capture_output=True, text=True, timeout=300
+        )
+        assert second.returncode == 0, second.stderr
+        assert f"Trained {EPOCHS} steps" in second.stderr
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+        assert [row["epoch"] for row in rows] == list(range(1, EPOCHS + 1))
+        checkpoints = server.state / "examples" / "models" / "temporal-clue" / "checkpoints"
+        # Only what a run goes on from is kept, not one checkpoint for every step.
+        assert len(list(checkpoints.iterdir())) <= 2
