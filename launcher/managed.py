@@ -56,7 +56,8 @@ def start(task: Task, command: str, settings: Settings, *, state_dir: str | None
             env_overrides=list(task.envs.items()),
             secrets_overrides=list(task.secrets.items()),
         )
-        ids, _ = skypilot.stream_and_get(skypilot.jobs.launch(job, name=task.name))
+        # Not `stream_and_get`: what it shows ends with an escape sequence on stdout itself.
+        ids, _ = skypilot.get(skypilot.jobs.launch(job, name=task.name))
     if not ids:
         raise ProviderError("SkyPilot gave the managed run no id")
     return str(ids[0])
