@@ -21,9 +21,10 @@ _SCRIPT = """\
 mkdir -p ~/{workdir} && cd ~/{workdir} || exit 1
 {state}
 [ ! -f .venv/bin/activate ] || . .venv/bin/activate
+set -m  # each of the two leads its own processes, and is ended with all of them
 ( {server}
 ) & server=$!
-trap 'kill $server 2>/dev/null; wait $server' EXIT
+trap 'kill -- -$server 2>/dev/null; wait $server' EXIT
 for port in {ports}; do
   until (exec 3<>/dev/tcp/127.0.0.1/$port) 2>/dev/null; do
     if ! kill -0 $server 2>/dev/null; then
@@ -38,7 +39,7 @@ wait -n $server $command
 code=$?
 if kill -0 $command 2>/dev/null; then
   echo "The server ended before the command did" >&2
-  kill $command
+  kill -- -$command
   exit 1
 fi
 exit $code
@@ -55,7 +56,8 @@ def start(task: Task, command: str, settings: Settings, *, state_dir: str | None
             env_overrides=list(task.envs.items()),
             secrets_overrides=list(task.secrets.items()),
         )
-        ids, _ = skypilot.stream_and_get(skypilot.jobs.launch(job, name=task.name))
+        # Not `stream_and_get`: what it shows ends with an escape sequence on stdout itself.
+        ids, _ = skypilot.get(skypilot.jobs.launch(job, name=task.name))
     if not ids:
         raise ProviderError("SkyPilot gave the managed run no id")
     return str(ids[0])
