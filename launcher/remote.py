@@ -108,7 +108,7 @@ class Remote:
         # In place: however a transfer ends, what arrived is what the next one goes on from.
         options = ["--archive", "--inplace", "--info=progress2", "--no-inc-recursive"]
         options += ["--checksum"] if checksum else []
-        options += [*rsync.rules(patterns), "--rsh", self._ssh("-q")]
+        options += [*rsync.rules(patterns), "--rsh", self._ssh("-q", "-oServerAliveInterval=15")]
         paths = [f"{self.cluster}:{source}/", f"{to}/"]
         self._require_alias()
         rsync.transfer([*options, *paths], self.cluster, tell, place=f"`{to}`")
@@ -123,7 +123,11 @@ class Remote:
             # To the nanosecond: an edit within a second of the last sync is one too.
             options = ["--archive", "--modify-window=-1", "--partial-dir=.rsync-partial", "--from0"]
             options += [f"--files-from={names.name}", "--delete-missing-args"]
-            options += ["--out-format=%o %l %n", "--rsh", self._ssh("-q")]
+            options += [
+                "--out-format=%o %l %n",
+                "--rsh",
+                self._ssh("-q", "-oServerAliveInterval=15"),
+            ]
             rsync.transfer(
                 [*options, f"{workdir}/", f"{self.cluster}:{to}/"],
                 self.cluster,
