@@ -4,6 +4,7 @@ import asyncio
 import gc
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -140,6 +141,8 @@ async def _serve(
         timeout_graceful_shutdown=10,
     )
     server = _Server(settings, backend)
+    # Nothing is left to end when uvicorn raises the signal again: an asked-for end is exit code 0.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
     logging.getLogger("uvicorn.error").addFilter(_CutOff())
     serving = asyncio.create_task(server.serve(sockets=sockets))
     watching = asyncio.create_task(_watch_lease(config, backend, server))
