@@ -35,7 +35,7 @@ setup: |
   echo "setup in $(basename "$PWD")"
 run: |
   echo "$GREETING $HF_TOKEN $(ls)"
-  sleep 60
+  sleep 900
 """
 
 
