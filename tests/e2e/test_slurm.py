@@ -221,9 +221,9 @@ def test_skypilot_passes_the_suite_of_the_providers_and_sky_down_ends_its_cluste
 ) -> None:
     # Task and arguments of `sky launch` in any order; the GPUs of the lab are declared, not real.
     laptop.run("./launch-cluster.sh --dryrun --infra slurm/lab -c gpu sky/art.yaml")
-    laptop.run(
+    laptop.run(  # SkyPilot leaves files open and processes behind, which are not the suite's
         "ART_TEST_SKYPILOT=art .venv/bin/pytest -q tests/contract/test_providers.py -k skypilot "
-        "--basetemp ~/pytest"
+        "--basetemp ~/pytest -p no:unraisableexception"
     )
     assert left("art") != []
     laptop.run(".venv/bin/sky down --yes art")

@@ -3,6 +3,10 @@
 Three stories on one lab: the second GPU in line is taken when the first is not free; two machines
 sample and train as one, also when one of them is killed; and a managed run outlives its cluster.
 The GPUs of the lab are declared, not real.
+
+Not collected with the others yet: on a busy machine two of the three ran out of their time.
+
+    pytest tests/e2e/several_machines.py
 """
 
 import hashlib
