@@ -42,6 +42,8 @@ class Case:
     """Sequences in one forward pass of the baseline; 0 is all."""
     limit_gib: float | None = None
     """Memory our learner may use; None is all there is."""
+    fp8: bool = False
+    """Whether our learner holds the frozen weights in fp8."""
 
     @property
     def tokens(self) -> int:
@@ -55,6 +57,7 @@ CASES = {
     "7b-1x8192": Case("7B, one sequence of 8,192, all trained", QWEN25_7B, 8, 1, 1, 1, 8191),
     "7b-1x8192-35": Case("the same within 35 GiB", QWEN25_7B, 8, 1, 1, 1, 8191, limit_gib=35),
     "7b-group": Case("7B, group of 16, 2,048 + 256", QWEN25_7B, 8, 1, 16, 2048, 256, micro=4),
+    "7b-16x512-fp8": Case("the first, base in fp8", QWEN25_7B, 8, 16, 1, 1, 511, fp8=True),
     "4b-1x16384": Case("4B (Qwen3), one sequence of 16,384", QWEN3_4B, 16, 1, 1, 1, 16_383),
 }
 
@@ -101,7 +104,7 @@ def ours(case: Case, *, limit_gib: float | None = None, chunk: int = 4096) -> Js
     """Our learner's forward and backward pass over the case's packed row."""
     device = torch.device("cuda")
     limit = None if limit_gib is None else int(limit_gib * GIB)
-    policy = random_policy(case.config, case.rank, device, limit=limit)
+    policy = random_policy(case.config, case.rank, device, limit=limit, fp8=case.fp8)
     row = random_row(case.groups, case.size, case.prompt, case.completion, device)
     parameters = list(policy.trainable().values())
 

@@ -2,12 +2,15 @@
 
     trainer serve --base-model HuggingFaceTB/SmolLM2-135M-Instruct &
     python bench/loop.py [--epochs 4] [--port 7999] [--openai-port 8000] [--base-model NAME]
+    python bench/loop.py --cuda      a 7B shape on this GPU, served and trained; writes its table
 
 The target is 90 % and more. What is left is the harness's own: scoring, files, the plot.
 """
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -15,6 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench.report import RESULTS, machine
 from trainer.harness.finetune import finetune
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +30,10 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=7999)
     parser.add_argument("--openai-port", type=int, default=8000)
     parser.add_argument("--base-model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+    parser.add_argument("--cuda", action="store_true", help="scripts/gpu-smoke 7b, and its report")
     asked = parser.parse_args()
+    if asked.cuda:
+        return on_gpu()
     with tempfile.TemporaryDirectory() as output:
         settings = {
             "llms.policy.base_url": f"http://127.0.0.1:{asked.openai_port}/v1",
@@ -59,6 +66,14 @@ def main() -> None:
             }
         )
     )
+
+
+def on_gpu() -> None:
+    with tempfile.TemporaryDirectory() as out:
+        subprocess.run([ROOT / "scripts" / "gpu-smoke", "7b", out], check=True)
+        report = (Path(out) / "report.md").read_text()
+    where = machine(os.getloadavg()[0], ("torch", "vllm", "torchtune"))
+    (RESULTS / "loop_cuda.md").write_text(f"# bench/loop.py --cuda\n\n{report}\n{where}\n")
 
 
 if __name__ == "__main__":

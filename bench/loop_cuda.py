@@ -1,7 +1,7 @@
 """Where the time of a step goes on a GPU: sample, train, load, and the rest, with random rewards.
 
     trainer serve --engine vllm --base-model DIR &
-    python bench/loop_cuda.py --base-model DIR [--groups 4] [--size 16] [--tokens 256]
+    python bench/loop_cuda.py --base-model DIR [--groups 16] [--size 16] [--tokens 512]
 
 Each step samples `groups` groups over the OpenAI API, rewards them at random and trains on them
 over ART's protocol: the way of any agent, with nothing of the agent in it.
@@ -73,10 +73,10 @@ async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base-model", required=True)
     parser.add_argument("--state-dir", default=".art")
-    parser.add_argument("--groups", type=int, default=4)
+    parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--size", type=int, default=16)
     parser.add_argument("--prompt", type=int, default=400, help="words of a prompt")
-    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--row", type=int, default=8192, help="tokens of a packed row")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--port", type=int, default=7999)

@@ -55,6 +55,7 @@ def random_policy(
     *,
     fast: bool = True,
     limit: int | None = None,
+    fp8: bool = False,
 ) -> Policy:
     """A policy of that shape in bf16 with random weights, and a LoRA that is not zero.
 
@@ -83,7 +84,7 @@ def random_policy(
     policy.eval()
     if fast:
         free = None if limit is None else lambda device: limit - torch.cuda.memory_allocated(device)
-        policy.fast = FastLayers(policy.layers, policy.architecture, free=free)
+        policy.fast = FastLayers(policy.layers, policy.architecture, free=free, fp8=fp8)
     return policy
 
 

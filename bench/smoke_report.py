@@ -21,17 +21,20 @@ def main() -> None:
     steps = rows_of(out / "history.jsonl")
     # Sampling is timed by who samples: the harness or the benchmark's loop.
     outside = rows_of(out / "training_metrics.jsonl") or rows_of(out / "steps.jsonl")
-    table = Table(["step", "reward", "sample s", *(f"{t} s" for t in TIMES), "other s", "gap"])
+    heads = ["step", "reward", "sample s", *(f"{t} s" for t in TIMES), "other s", "overhead", "gap"]
+    table = Table(heads)
     for row, their in zip(steps, outside, strict=False):
         sample = their.get("time/sample_s", their.get("sample_s", float("nan")))
         call = their.get("time/train_s", their.get("train_call_s", float("nan")))
         parts = [row.get(f"time/{name}_s", 0.0) for name in TIMES]
         cells = [sample, *parts, call - sum(parts)]
+        overhead = call - row.get("time/gradient_s", 0.0)  # beside sampling and gradients
         table.add(
             [
                 f"{row['step']:.0f}",
                 f"{row.get('train/reward', float('nan')):.3f}",
                 *(f"{value:.2f}" for value in cells),
+                f"{overhead:.2f} s, {overhead / (sample + call):.1%}",
                 f"{row.get('loss/sampler_gap', float('nan')):.4f}",
             ]
         )

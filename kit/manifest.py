@@ -33,10 +33,13 @@ def sha256(path: Path) -> str:
 
 def write_manifest(directory: Path, about: dict[str, Any]) -> None:
     """Describe every file under `directory`; `about` holds step, parent, config and the like."""
+    found = (path for path in sorted(directory.rglob("*")) if path.is_file())
+    paths = [path for path in found if path.name != MANIFEST]
+    with ThreadPoolExecutor(4) as pool:  # hashing is outside Python's lock
+        hashes = list(pool.map(sha256, paths))
     files = {
-        str(path.relative_to(directory)): {"sha256": sha256(path), "bytes": path.stat().st_size}
-        for path in sorted(directory.rglob("*"))
-        if path.is_file() and path.name != MANIFEST
+        str(path.relative_to(directory)): {"sha256": digest, "bytes": path.stat().st_size}
+        for path, digest in zip(paths, hashes, strict=True)
     }
     text = json.dumps({**about, "files": files}, indent=2, sort_keys=True)
     (directory / MANIFEST).write_text(text + "\n", encoding="utf-8")

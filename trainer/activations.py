@@ -28,11 +28,16 @@ FASTEST = Plan(budget=1.0, recomputed=0)
 LEAN = 0.8
 
 
-def plan(architecture: Architecture, tokens: int, free: int, *, bytes_each: int = 2) -> Plan:
-    """The fastest plan for a row of `tokens` that fits `free` bytes."""
+def plan(
+    architecture: Architecture, tokens: int, free: int, *, bytes_each: int = 2, fused: bool = False
+) -> Plan:
+    """The fastest plan for a row of `tokens` that fits `free` bytes.
+
+    `fused`: the MLP's kernel makes the MLP's product again by itself, so it is never kept.
+    """
     a = architecture
     attention = 2 * (a.heads + a.kv_heads) * a.head_dim  # q, k, v and the result
-    fast = (4 * a.dim + attention + 3 * a.ffn_dim) * tokens * bytes_each
+    fast = (4 * a.dim + attention + (2 if fused else 3) * a.ffn_dim) * tokens * bytes_each
     lean = (2 * a.dim + attention + 2 * a.ffn_dim) * tokens * bytes_each
     least = a.dim * tokens * bytes_each
     # The gradients of the layer under way, about as large as what it keeps, and the head's, which

@@ -18,9 +18,11 @@ from trainer.block_attention import Block, block_attention
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+    from trainer.tree_mask import Tree
+
 # Who attends to whom: [B, T, S] True where a query may look, None for causal; or for one packed
-# row its blocks, on CPU, and what flex attention made of its mask, on a GPU.
-Mask: TypeAlias = "Tensor | list[Block] | BlockMask | None"
+# row its blocks, on CPU, and its tree, on a GPU (what flex attention made of it for plain layers).
+Mask: TypeAlias = "Tensor | list[Block] | BlockMask | Tree | None"
 
 
 @dataclass(frozen=True)

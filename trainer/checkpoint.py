@@ -10,6 +10,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,11 @@ def latest(checkpoints: Path) -> int | None:
     return None
 
 
+def newest(checkpoints: Path) -> int | None:
+    """The newest step on disk, whether or not its files are whole."""
+    return max(_steps_on_disk(checkpoints), default=None)
+
+
 def verify(path: Path) -> dict[str, Any]:
     """The manifest of the checkpoint at `path`; a damaged one raises, named."""
     if not path.is_dir():
@@ -79,8 +85,9 @@ def save(
         write(temporary)
         write_manifest(temporary, {**about, "step": step})
         temporary.chmod(0o755)
-        for path in (*temporary.rglob("*"), temporary):
-            _sync(path)
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(_sync, temporary.rglob("*")))
+        _sync(temporary)
         if target.is_dir():
             shutil.rmtree(target)
         faults.reached("checkpoint-written")

@@ -39,6 +39,7 @@ def devices(command: Any) -> Any:
 @click.option(
     "--engine", type=click.Choice(["auto", "vllm", "embedded"]), help="What samples.  [auto]"
 )
+@click.option("--quantization", type=click.Choice(["fp8"]), help="How frozen weights are held.")
 @click.option("--host", help="Address to listen on.  [127.0.0.1]")
 @click.option("--port", type=int, help="Port of the control API.  [7999]")
 @click.option("--openai-port", type=int, help="Port of the OpenAI API.  [8000]")

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 
 from trainer.architecture import Architecture, read_architecture
@@ -29,6 +28,7 @@ from trainer.lora import (
     peft_config,
     read_lora_config,
 )  # fmt: skip
+from trainer.tree_mask import Tree
 from trainer.weights import hugging_face_names, place_weights
 
 with warnings.catch_warnings():
@@ -173,7 +173,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         return chosen_logprobs(picked, self.head, targets, chunk=chunk)
 
     def _through_layers(self, x: Tensor, view: View) -> Tensor:
-        if self.fast and isinstance(view.mask, BlockMask):
+        if self.fast and isinstance(view.mask, Tree):
             return self.fast(x, view, recompute=self.activation_checkpointing)
         for layer in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():

@@ -6,6 +6,10 @@ ends. Whether a block of the mask is empty or full then follows from the least a
 of its keys: nothing of size [T, T] is ever made.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -31,6 +35,27 @@ class Lengths:
         return chosen
 
 
+@dataclass(frozen=True)
+class Tree:
+    """Who sees whom in a padded row, as each of the two kernels wants it."""
+
+    blocks: BlockMask
+    ends: Tensor  # [T]
+    starts: Tensor  # [T + 1] where the sequences start and the last one ends, then zeros
+    apart: Tensor
+    """[2] on the CPU: how many sequences lie side by side and the longest; none if some share."""
+
+    def by_query(self) -> list[Tensor]:
+        """For each block of queries: how many blocks of keys it sees in part, which, and whole."""
+        mask: Any = self.blocks
+        return [mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices]
+
+    def by_key(self) -> list[Tensor]:
+        """The same for each block of keys."""
+        mask: Any = self.blocks
+        return [mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices]
+
+
 def subtree_ends(
     segments: Tensor,  # [T] segment of each token, in the row's order
     ancestors: Tensor,  # [S, S] True where a segment may look at another, itself included
@@ -43,8 +68,15 @@ def subtree_ends(
     return last[segments]
 
 
-def tree_mask(ends: Tensor, length: int) -> BlockMask:
-    """The mask of a row padded to `length`, a multiple of the block; padding sees itself alone."""
+def tree_mask(ends: Tensor, length: int, *, apart: Sequence[int] = ()) -> Tree:
+    """The mask of a row padded to `length`, a multiple of the block; padding sees itself alone.
+
+    `apart` are the lengths of its sequences, where none shares anything: padding is one more.
+    """
+    lengths = [*apart, length - len(ends)] if apart and length > len(ends) else list(apart)
+    starts = torch.zeros(length + 1, dtype=torch.int32)
+    starts[1 : len(lengths) + 1] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
+    told = torch.tensor([len(lengths), max(lengths, default=0)])
     padding = torch.arange(len(ends) + 1, length + 1, device=ends.device)
     ends = torch.cat([ends, padding]).to(torch.int32)
     by_block = ends.view(-1, BLOCK)
@@ -62,7 +94,7 @@ def tree_mask(ends: Tensor, length: int) -> BlockMask:
     mask: BlockMask = BlockMask.from_kv_blocks(
         *_listed(partial), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=visible
     )
-    return mask
+    return Tree(mask, ends, starts.to(ends.device), told)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:

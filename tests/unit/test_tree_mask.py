@@ -28,7 +28,7 @@ def test_one_comparison_is_the_mask_of_the_tree_and_padding_sees_itself() -> Non
     for seed in range(8):
         row = row_of(seed)
         tokens, length = len(row.tokens), 4096
-        mask = tree_mask(subtree_ends(row.segments, row.ancestors), length)
+        mask = tree_mask(subtree_ends(row.segments, row.ancestors), length).blocks
         dense = create_mask(mask.mask_mod, 1, 1, length, length, device="cpu")[0, 0]
         expected = torch.eye(length, dtype=torch.bool)
         expected[:tokens, :tokens] = row.mask()
@@ -37,7 +37,7 @@ def test_one_comparison_is_the_mask_of_the_tree_and_padding_sees_itself() -> Non
 
 def test_blocks_that_are_full_or_left_out_are_so_to_the_last_pair() -> None:
     row = row_of(3)
-    mask = tree_mask(subtree_ends(row.segments, row.ancestors), 2048)
+    mask = tree_mask(subtree_ends(row.segments, row.ancestors), 2048).blocks
     pairs = create_mask(mask.mask_mod, 1, 1, 2048, 2048, device="cpu")[0, 0]
     blocks = pairs.view(16, BLOCK, 16, BLOCK).transpose(1, 2).flatten(2)  # [Q, K, pairs]
     for query in range(16):

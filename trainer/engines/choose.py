@@ -11,6 +11,7 @@ from typing import Literal
 
 from kit.errors import ConfigError, NotInstalled
 from trainer.config import ServerConfig
+from trainer.engines import vllm_args
 from trainer.engines.embedded import EmbeddedEngine
 from trainer.engines.engine import Engine
 from trainer.engines.replicas import Meeting, Replicas
@@ -45,6 +46,7 @@ def create_engine(config: ServerConfig, base_model: str, directory: Path, logs: 
 
 
 def _own_engine(config: ServerConfig, directory: Path, *, log: Path) -> Engine:
+    _check_quantization(config)
     if chosen(config) == "embedded":
         if config.engine_args:
             names = ", ".join(f"`{name}`" for name in config.engine_args)
@@ -59,10 +61,25 @@ def _own_engine(config: ServerConfig, directory: Path, *, log: Path) -> Engine:
         log=log,
         rank=config.lora.rank,
         cuda=has_cuda(),
-        arguments=config.engine_args,
+        arguments={**vllm_args.quantization(config.quantization), **config.engine_args},
         devices=config.engine_devices,
         shared=_shares_devices(config),
     )
+
+
+def _check_quantization(config: ServerConfig) -> None:
+    if config.quantization is None:
+        return
+    if chosen(config) == "embedded" or not has_cuda():
+        raise ConfigError(
+            f"`quantization` is `{config.quantization}`, which needs vLLM on a CUDA card",
+            hint="Leave it out, or use `--engine vllm` on a GPU machine",
+        )
+    if "quantization" in config.engine_args:
+        raise ConfigError(
+            "`quantization` and `engine_args.quantization` are both set",
+            hint="Leave the second out: the first one sets engine and learner alike",
+        )
 
 
 def chosen(config: ServerConfig) -> Literal["vllm", "embedded"]:

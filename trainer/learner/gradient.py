@@ -166,7 +166,8 @@ def row_logprobs(policy: Policy, row: Row, *, chunk: int = 1024) -> tuple[Tensor
         mask = row.attention_mask()
     else:
         length = policy.fast.lengths.fit(row.room)
-        mask = tree_mask(subtree_ends(row.segments, row.ancestors), length)
+        ends = subtree_ends(row.segments, row.ancestors)
+        mask = tree_mask(ends, length, apart=row.apart)
         tokens, positions = (pad(part, (0, length - len(part))) for part in (tokens, positions))
     return policy.logprobs(
         tokens[None],

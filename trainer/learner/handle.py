@@ -16,7 +16,8 @@ class Learner:
         self._worker = Worker(
             "learner",
             "trainer.learner.worker",
-            arguments(base_model, nodes=config.nodes, number=0, master=config.learners_meet),
+            arguments(base_model, nodes=config.nodes, number=0, master=config.learners_meet)
+            + (["--quantization", config.quantization] if config.quantization else []),
             log=log,
             environment=visible(config.learner_devices),
         )

@@ -13,11 +13,11 @@ import torch
 
 from trainer import checkpoint, faults
 from trainer.config import GrpoConfig, LoraConfig, SftConfig, StepConfig
-from trainer.errors import OutOfMemory
+from trainer.errors import OutOfMemory, Unsupported
 from trainer.fast import FastLayers
 from trainer.learner.clock import Clock
-from trainer.learner.gradient import GradientSteps
-from trainer.learner.pack import Row, pack
+from trainer.learner.gradient import GradientSteps, row_logprobs
+from trainer.learner.pack import Row, Sample, pack
 from trainer.learner.plot import NAME as PICTURE
 from trainer.learner.plot import plot_rows
 from trainer.learner.prepare import Prepared, prepare
@@ -41,8 +41,10 @@ class Learner:
         dtype: torch.dtype,
         device: torch.device,
         world: World | None = None,
+        fp8: bool = False,
     ) -> None:
         self.world = world or World()
+        self.fp8 = fp8
         self.base_model = base_model
         self.directory = directory
         self.dtype = dtype
@@ -100,16 +102,17 @@ class Learner:
         """Logprobs of a completion under the weights of a run's newest step."""
         self._load(checkpoints, lora)
         assert self.state is not None
-        tokens = torch.tensor([prompt_ids + completion_ids[:-1]], device=self.device)
-        predictors = torch.arange(len(prompt_ids) - 1, tokens.shape[1], device=self.device)
-        logprobs, _ = self.state.policy.logprobs(
-            tokens,
-            mask=None,
-            positions=torch.arange(tokens.shape[1], device=self.device)[None],
-            predictors=predictors,
-            targets=torch.tensor(completion_ids, device=self.device),
-        )
-        scores: list[float] = logprobs.tolist()
+        ids = prompt_ids + completion_ids
+        mask = [False] * len(prompt_ids) + [True] * len(completion_ids)
+        sample = Sample(ids, mask, [0.0] * len(ids), 0.0, 1.0, group=0, trajectory=0)
+        (row,) = pack([sample], length=None)
+        policy, fast = self.state.policy, self.state.policy.fast
+        if not self.fp8:
+            policy.fast = None  # nothing is compiled for a few tokens
+        try:
+            scores: list[float] = row_logprobs(policy, row.to(self.device))[0].tolist()
+        finally:
+            policy.fast = fast
         return scores
 
     def _train(
@@ -244,13 +247,23 @@ class Learner:
 
     def _load_policy(self, lora: LoraConfig | None, dtype: torch.dtype) -> Policy:
         policy = load_model(self.directory, lora=lora, dtype=dtype, device=self.device)
+        if self.fp8 and (self.device.type != "cuda" or self.world.size > 1 or lora is None):
+            raise Unsupported(
+                "`quantization` is `fp8`, which trains a LoRA in one process on a CUDA card",
+                hint="Leave it out, or set `learner_devices` to one card",
+            )
         # Sharded weights are gathered by the layers' own forward passes, which `fast` goes round.
         if self.device.type == "cuda" and self.world.size == 1:
-            policy.fast = FastLayers(policy.layers, policy.architecture)
+            policy.fast = FastLayers(policy.layers, policy.architecture, fp8=self.fp8)
         return policy
 
     def _load(self, checkpoints: Path, lora: LoraConfig | None) -> int:
         """Bring the run's latest good step into memory."""
+        newest = self.world.on_first(lambda: checkpoint.newest(checkpoints))
+        if newest is not None and self.loaded == (checkpoints, newest):
+            assert self.state is not None
+            if self.state.policy.lora == lora:
+                return newest  # written by this process: its files need not be hashed again
         step = self.prepare(checkpoints, lora)
         if self.loaded == (checkpoints, step):
             return step

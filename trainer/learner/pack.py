@@ -62,6 +62,8 @@ class Row:
     """Tokens the row would have without sharing."""
     room: int
     """Tokens the row was packed to hold at most: the same for every row of a step."""
+    apart: tuple[int, ...] = ()
+    """Tokens of each sequence, where none of them shares any with another."""
 
     def mask(self) -> Tensor:
         """[T, T] True where a query (first) may look at a key."""
@@ -250,6 +252,9 @@ def _row(trees: list[Tree], room: int) -> Row:
         trajectories=len({sample.trajectory for sample in samples}),
         unshared=sum(sample.inputs for sample in samples),
         room=room,
+        apart=tuple(tree.size for tree in trees)
+        if all(len(tree.segments) == 1 for tree in trees)
+        else (),
     )
 
 

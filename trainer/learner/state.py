@@ -4,6 +4,7 @@ On disk it is two safetensors files in a checkpoint; nothing is ever unpickled.
 """
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,15 @@ class State:
     def write(self, directory: Path, *, base_model: str) -> None:
         """Write the files of a checkpoint into `directory`."""
         lora = self.policy.lora
-        weights = {
-            name: parameter.detach().cpu().contiguous() for name, parameter in self.names.items()
-        }
-        save_file(weights, directory / (ADAPTER if lora else FULL), metadata={"format": "pt"})
+        weights = on_cpu({name: it.detach() for name, it in self.names.items()})
+        path = directory / (ADAPTER if lora else FULL)
+        with ThreadPoolExecutor(1) as beside:  # the first file is on its way while this one is read
+            written = beside.submit(save_file, weights, path, metadata={"format": "pt"})
+            save_file(self._optimizer_tensors(), directory / OPTIMIZER)
+            written.result()
         if lora is not None:
             config = json.dumps(peft_config(lora, base_model), indent=2)
             (directory / ADAPTER_CONFIG).write_text(config + "\n", encoding="utf-8")
-        save_file(self._optimizer_tensors(), directory / OPTIMIZER)
 
     def read(self, directory: Path, world: World) -> None:
         """Go on from the checkpoint in `directory`, whose files have been verified."""
@@ -70,11 +72,23 @@ class State:
                 }
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
-        tensors = {"generator": self.generator.get_state()}
-        for name, parameter in self.names.items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                tensors[f"{key}.{name}"] = value.detach().cpu().contiguous()
-        return tensors
+        tensors = {
+            f"{key}.{name}": value.detach()
+            for name, parameter in self.names.items()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+        }
+        return {"generator": self.generator.get_state(), **on_cpu(tensors)}
+
+
+def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU; from a GPU all of them are on their way at once."""
+    copies = {
+        name: (tensor.to("cpu", non_blocking=True) if tensor.is_cuda else tensor).contiguous()
+        for name, tensor in tensors.items()
+    }
+    if any(tensor.is_cuda for tensor in tensors.values()):
+        torch.cuda.synchronize()
+    return copies
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

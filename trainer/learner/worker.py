@@ -105,6 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base-model", required=True)
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto")
+    parser.add_argument("--quantization", choices=["fp8"], help="how frozen weights are held")
     parser.add_argument("--processes", type=int, default=max(torch.cuda.device_count(), 1))
     parser.add_argument("--nodes", type=int, default=1, help="machines that train together")
     parser.add_argument("--number", type=int, default=0, help="which of them this is")
@@ -114,7 +115,14 @@ def main() -> None:
     device, directory = default_device(), resolve(arguments.base_model)
     dtype = DTYPES.get(arguments.dtype) or default_dtype(directory, device)
     world = _join(arguments, device)
-    learner = Learner(arguments.base_model, directory, dtype=dtype, device=device, world=world)
+    learner = Learner(
+        arguments.base_model,
+        directory,
+        dtype=dtype,
+        device=device,
+        world=world,
+        fp8=arguments.quantization == "fp8",
+    )
     calls = handlers(learner)
     if world.rank > 0:
         follow(world, calls)

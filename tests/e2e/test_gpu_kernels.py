@@ -1,0 +1,113 @@
+"""Each kernel on a CUDA card computes what its plain formula does, and so do its gradients."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+from trainer.attention import attend
+from trainer.fast_layer import LARGEST_RANK, rotate, seen
+from trainer.kernels import tree_attention
+from trainer.learner.pack import Sample, pack
+from trainer.tree_mask import subtree_ends, tree_mask
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card"),
+    pytest.mark.filterwarnings("ignore"),
+]
+
+
+def draw(
+    *shape: int, seed: int = 0, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16
+) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    drawn = torch.randn(*shape, device="cuda", generator=generator) * scale
+    return drawn.to(dtype).requires_grad_()
+
+
+def off(found: Tensor, exact: Tensor) -> float:
+    return float((found.float() - exact.float()).norm() / exact.float().norm())
+
+
+@pytest.mark.parametrize("rank", [4, 8, 16, 32, LARGEST_RANK])
+def test_swiglu_between_loras_is_the_formula(rank: int) -> None:
+    from trainer.kernels.lora_swiglu import lora_swiglu, lora_swiglu_backward
+
+    tokens, inner = 300, 1000  # no multiples of a tile
+    gate_up, low = draw(tokens, 2 * inner, seed=1), draw(tokens, 2 * rank, seed=2)
+    weights = [draw(rank, inner, seed=it, scale=0.1, dtype=torch.float32) for it in (3, 4, 5)]
+    given = (gate_up, low, *weights)
+    found = lora_swiglu(*given, peaks=True)
+    wide = [it.detach().double().requires_grad_() for it in given]
+    gate = wide[0][:, :inner] + wide[1][:, :rank] @ wide[2]
+    up = wide[0][:, inner:] + wide[1][:, rank:] @ wide[3]
+    exact = silu(gate) * up
+    exact_low = exact @ wide[4].t()
+    assert off(found[0], exact) < 4e-3 and off(found[1], exact_low) < 8e-3
+    assert torch.equal(found[2], found[0].detach().float().abs().amax(dim=1))
+    slopes = draw(tokens, inner, seed=6), draw(tokens, rank, seed=7)
+    mine = torch.autograd.grad(found[:2], given, slopes)
+    theirs = torch.autograd.grad((exact, exact_low), wide, [it.double() for it in slopes])
+    for name, a, b in zip(("gate_up", "low", "gate", "up", "down"), mine, theirs, strict=True):
+        assert off(a, b) < 8e-3, name
+    detached = [it.detach() for it in (*given, *slopes)]
+    grad, _, _, peaks = lora_swiglu_backward(*detached, peaks=True)
+    assert torch.equal(peaks, grad.float().abs().amax(dim=1))
+
+
+def test_heads_are_split_and_turned_there_and_back() -> None:
+    from trainer.kernels.split_heads import split_heads
+
+    tokens, heads, kv_heads, size = 77, 6, 2, 64
+    base, lora = (draw(tokens, (heads + 2 * kv_heads) * size, seed=it) for it in (1, 2))
+    angles = torch.randn(tokens, size // 2, device="cuda").repeat(1, 2)
+    cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+    found = split_heads(base, lora, cos, sin, heads, kv_heads)
+    wide = [it.detach().double().requires_grad_() for it in (base, lora)]
+    parts = (wide[0] + wide[1]).view(tokens, -1, size).split([heads, kv_heads, kv_heads], dim=1)
+    turn = cos.double()[:, None], sin.double()[:, None]
+    exact = rotate(parts[0], *turn), rotate(parts[1], *turn), parts[2]
+    slopes = [draw(*it.shape, seed=9) for it in found]
+    for a, b in zip(found, exact, strict=True):
+        assert off(a, b) < 4e-3
+    mine = torch.autograd.grad(found, (base, lora), slopes)
+    for a, b in zip(
+        mine, torch.autograd.grad(exact, wide, [it.double() for it in slopes]), strict=True
+    ):
+        assert off(a, b) < 4e-3
+
+
+@pytest.mark.parametrize("kind", ["tree", "apart", "one"])
+def test_flash_attention_sees_what_the_tree_lets_it_see(kind: str) -> None:
+    if not tree_attention.available(torch.device("cuda")):
+        pytest.skip("needs a Hopper card and FlashAttention 4")
+    chance = random.Random(0)
+    count = 1 if kind == "one" else 9
+    samples = []
+    for member in range(count):
+        group = 0 if kind == "tree" else member
+        prompt = [1 + group] * 333
+        own = [chance.randrange(9, 99) for _ in range(chance.randint(20, 200))]
+        mask = [False] * len(prompt) + [True] * len(own)
+        samples.append(Sample(prompt + own, mask, [0.0] * len(mask), 1.0, 1.0, group, member))
+    (row,) = pack(samples, length=8192)
+    assert bool(row.apart) == (kind != "tree")
+    tokens, length = len(row.tokens), 6144
+    row = row.to(torch.device("cuda"))
+    tree = tree_mask(subtree_ends(row.segments, row.ancestors), length, apart=row.apart)
+    mask = seen(tree, torch.bfloat16, 128).mask
+    given = [draw(1, length, heads, 128, seed=heads) for heads in (8, 2)]
+    given.append(draw(1, length, 2, 128, seed=5))
+    out = tree_attention.tree_attention(*given, *mask)[0][:, :tokens]
+    wide = [it.detach()[:, :tokens].float().requires_grad_() for it in given]
+    exact = attend(*(it.transpose(1, 2) for it in wide), row.mask()[None]).transpose(1, 2)
+    assert off(out, exact) < 8e-3
+    slope = draw(*exact.shape, seed=8)
+    mine = torch.autograd.grad(out, given, slope)
+    theirs = torch.autograd.grad(exact, wide, slope.float())
+    for a, b in zip(mine, theirs, strict=True):
+        assert off(a[:, :tokens], b) < 1.5e-2
+        assert not a[:, tokens:].any()  # padding is nobody's concern, and has none itself

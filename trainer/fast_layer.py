@@ -1,0 +1,202 @@
+"""One layer of the policy as the GPU wants it: joined projections, and kernels made for the row.
+
+It computes what `model.Layer` computes for a packed row. The frozen weights of q, k and v, and of
+gate and up, are stored side by side and multiplied at once; the modules keep views of their own
+part, so every name and every checkpoint stays as it is.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import linear, rms_norm, silu
+
+from trainer.kernels import tree_attention
+from trainer.kernels.fp8 import Fp8Weight, fp8_linear, quantised_weight
+from trainer.tree_mask import Tree
+
+Linear = Any  # nn.Linear or model.LoraLinear
+LARGEST_RANK = 64  # that the kernel of the MLP was tried with
+
+
+class Seen(NamedTuple):
+    """The mask of a row, and for flex attention the sizes of its tiles."""
+
+    mask: BlockMask | tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]
+    tiles: Any
+
+
+def seen(tree: Tree, dtype: torch.dtype, head_dim: int) -> Seen:
+    """The mask for the fastest kernel that this card has."""
+    device = tree.ends.device
+    fits = dtype == torch.bfloat16 and head_dim == tree_attention.HEAD_DIM
+    if fits and tree_attention.available(device):
+        return Seen((tree.ends, tree.starts, tree.apart, tree.by_query(), tree.by_key()), None)
+    hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    if not hopper or head_dim > 128:
+        return Seen(tree.blocks, None)
+    # Larger than torch's own in the forward pass: 1.37 against 1.54 ms.
+    tiles = {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 128, "fwd_num_warps": 8, "fwd_num_stages": 2}
+    return Seen(tree.blocks, tiles)
+
+
+def layer_forward(layer: Any, x: Tensor, cos: Tensor, sin: Tensor, row: Seen) -> Tensor:
+    """One layer on x [B, T, D]."""
+    attended = attend(*heads(normed(x, layer.sa_norm), layer.attn, cos, sin), row)
+    (out,) = project(attended.flatten(2), [layer.attn.output_proj])
+    x = x + out
+    return x + mlp(normed(x, layer.mlp_norm), layer.mlp)
+
+
+def heads(x: Tensor, attention: Any, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotated q [B, T, H, E] and k [B, T, K, E], and v [B, T, K, E]."""
+    linears = [attention.q_proj, attention.k_proj, attention.v_proj]
+    shape, size = (*x.shape[:2], -1, attention.head_dim), attention.head_dim
+    fused = x.is_cuda and all(map(has_lora, linears)) and hasattr(linears[0], "joined")
+    if fused and attention.q_norm is None and size & (size - 1) == 0:
+        from trainer.kernels.split_heads import split_heads  # needs Triton, which a CPU has not
+
+        base, lora = products(x, linears[0].joined, linears)
+        assert lora is not None
+        base, lora = base.flatten(0, 1), lora.flatten(0, 1)
+        turns = (part.flatten(0, 2) for part in (cos, sin))
+        found = split_heads(base, lora, *turns, attention.num_heads, attention.num_kv_heads)
+        q, k, v = (part.view(shape) for part in found)
+        return q, k, v
+    q, k, v = (part.view(shape) for part in project(x, linears))
+    if attention.q_norm is not None:
+        q, k = normed(q, attention.q_norm), normed(k, attention.k_norm)
+    # Else the whole product is kept for the backward pass, for the sake of v.
+    return rotate(q, cos, sin), rotate(k, cos, sin), v.contiguous()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, row: Seen) -> Tensor:
+    """All [B, T, heads, E]."""
+    if not isinstance(row.mask, BlockMask):
+        return tree_attention.tree_attention(q, k, v, *row.mask)[0]  # type: ignore[no-any-return]
+    q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+    out: Any = flex_attention(
+        q, k, v, block_mask=row.mask, enable_gqa=True, kernel_options=row.tiles
+    )
+    result: Tensor = out.transpose(1, 2)
+    return result
+
+
+def fuses(x: Tensor, layer: Any) -> bool:
+    """Whether the kernel of the MLP is there for it: bf16, and LoRAs on all of it."""
+    linears = [layer.w1, layer.w3, layer.w2]
+    fits = x.is_cuda and x.dtype == torch.bfloat16 and all(map(has_lora, linears))
+    return bool(fits and layer.w1.rank <= LARGEST_RANK and hasattr(layer.w1, "joined"))
+
+
+def mlp(x: Tensor, layer: Any) -> Tensor:
+    gate, up, down = layer.w1, layer.w3, layer.w2
+    if not fuses(x, layer):
+        first, second = project(x, [gate, up])
+        (out,) = project(silu(first) * second, [down])
+        return out
+    from trainer.kernels.gated_mlp import gated_mlp  # needs Triton, which a CPU has not
+
+    flat = x.flatten(0, 1)
+    low = linear(flat, torch.cat([gate.lora_a.weight, up.lora_a.weight]).to(x.dtype))
+    gate_b, up_b = (scaled_b(one).t().contiguous() for one in (gate, up))
+    down_a, down_b = down.lora_a.weight, scaled_b(down).to(x.dtype)
+    frozen_weights = gate.joined, weight_of(down)
+    return gated_mlp(flat, *frozen_weights, low, gate_b, up_b, down_a, down_b).view(x.shape)
+
+
+def normed(x: Tensor, norm: Any) -> Tensor:
+    """The plain formula, in fp32: the compiler makes the passes over it few."""
+    return rms_norm(x.float(), norm.normalized_shape, norm.scale, norm.eps).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE on x [B, T, H, E], again as the plain formula."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-second, first], dim=-1) * sin
+
+
+def has_lora(one: Linear) -> bool:
+    return bool(hasattr(one, "lora_a") and not one.disabled)
+
+
+def scaled_b(one: Linear) -> Tensor:
+    scaled: Tensor = one.lora_b.weight * (one.alpha / one.rank)
+    return scaled
+
+
+def project(x: Tensor, linears: Sequence[Linear]) -> Sequence[Tensor]:
+    """What each of `linears` makes of x; all of them in one multiplication if they are joined."""
+    joined = getattr(linears[0], "joined", None)
+    if joined is None and len(linears) > 1:
+        return [project(x, [one])[0] for one in linears]
+    base, lora = products(x, joined or weight_of(linears[0]), linears)
+    out = base if lora is None else base + lora
+    return torch.split(out, [one.weight.shape[0] for one in linears], dim=-1)
+
+
+Weight = tuple[Tensor | Fp8Weight, Tensor | None]
+
+
+def weight_of(one: Linear) -> Weight:
+    quantised: Weight | None = getattr(one, "quantised", None)
+    return quantised or (one.weight, one.bias)
+
+
+def frozen(x: Tensor, weight: Weight) -> Tensor:
+    """The product with a frozen weight, as it is stored."""
+    values, bias = weight
+    if isinstance(values, Tensor):
+        return linear(x, values, bias)
+    out = fp8_linear(x, values)
+    return out if bias is None else out + bias
+
+
+def products(x: Tensor, weight: Weight, linears: Sequence[Linear]) -> tuple[Tensor, Tensor | None]:
+    """What the frozen weights of `linears`, side by side, make of x, and what their LoRAs add."""
+    if not any(map(has_lora, linears)):
+        return frozen(x, weight), None
+    # The bias is added where it costs no pass of its own.
+    values, bias = weight
+    fp8 = not isinstance(values, Tensor)
+    base = frozen(x, (values, None if fp8 else bias))
+    downs = [one.lora_a.weight for one in linears if has_lora(one)]
+    ups = [
+        scaled_b(one) if has_lora(one) else base.new_zeros(one.weight.shape[0], 0)
+        for one in linears
+    ]
+    low = linear(x, torch.cat(downs).to(x.dtype))
+    # One product with the B matrices on the diagonal, so that its gradient stays in one piece;
+    # and no `addmm`, since the compiler joins the sum with what comes next.
+    up: Tensor = torch.block_diag(*ups)  # type: ignore[no-untyped-call]
+    return base, linear(low, up.to(x.dtype), bias if fp8 else None)
+
+
+def join_frozen(layer: Any, *, fp8: bool = False) -> None:
+    """Store weights that are multiplied with the same input side by side; a trained one is not.
+
+    With `fp8` what is stored is quantised, and the modules keep views of that.
+    """
+    attention, mlp = layer.attn, layer.mlp
+    for linears in ([attention.q_proj, attention.k_proj, attention.v_proj], [mlp.w1, mlp.w3]):
+        if any(one.weight.requires_grad for one in linears):
+            continue
+        weight = torch.cat([one.weight.detach() for one in linears])
+        biases = [one.bias for one in linears]
+        bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+        values: Tensor | Fp8Weight = weight
+        if fp8:
+            values = quantised_weight(weight)
+            weight = values.rows
+        linears[0].joined = (values, bias)
+        at = 0
+        for one in linears:
+            one.weight = nn.Parameter(weight[at : at + len(one.weight)], requires_grad=False)
+            at += len(one.weight)
+    for one in (attention.output_proj, mlp.w2):
+        if fp8:
+            values = quantised_weight(one.weight.detach())
+            one.quantised = (values, one.bias)
+            one.weight = nn.Parameter(values.rows, requires_grad=False)

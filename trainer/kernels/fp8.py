@@ -1,0 +1,75 @@
+"""Products with frozen weights in fp8: a scale for each token, and one for each output.
+
+It is what vLLM's `fp8_per_channel` computes, so learner and engine round alike. Weights are
+quantised once, for the products of both directions; activations and gradients as they come.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+DTYPE = torch.float8_e4m3fn
+LARGEST = 448.0
+SMALLEST_SCALE = 1.0 / (LARGEST * 512)  # vLLM's bound: a row of zeros divides by it
+
+
+class Fp8Weight(NamedTuple):
+    """A frozen weight [O, I], by rows for the way forth and by columns for the way back."""
+
+    rows: Tensor  # [O, I]
+    row_scales: Tensor  # [1, O]
+    columns: Tensor  # [I, O]
+    column_scales: Tensor  # [1, I]
+
+
+def quantise(x: Tensor, peaks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x [N, K] in fp8, and the scale [N, 1] of each row, whose `peaks` [N] may be known already."""
+    largest = x.abs().amax(dim=-1).float() if peaks is None else peaks
+    scales = (largest / LARGEST).clamp(min=SMALLEST_SCALE)[:, None]
+    return (x.float() / scales).clamp(-LARGEST, LARGEST).to(DTYPE), scales
+
+
+def quantised_weight(weight: Tensor) -> Fp8Weight:
+    rows, row_scales = quantise(weight)
+    columns, column_scales = quantise(weight.t().contiguous())
+    return Fp8Weight(rows, row_scales.t().contiguous(), columns, column_scales.t().contiguous())
+
+
+def fp8_linear(x: Tensor, weight: Fp8Weight, peaks: Tensor | None = None) -> Tensor:
+    """x [..., I] -> [..., O]; `peaks` are the largest magnitudes of x's rows, if known."""
+    flat = x.reshape(-1, x.shape[-1])
+    out: Tensor = _Fp8Linear.apply(flat, peaks, *weight)
+    return out.view(*x.shape[:-1], -1)
+
+
+class _Fp8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        peaks: Tensor | None,
+        rows: Tensor,
+        row_scales: Tensor,
+        columns: Tensor,
+        column_scales: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(columns, column_scales)
+        return product(x, rows, row_scales, peaks)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return product(grads[0], *ctx.saved_tensors), None, None, None, None, None
+
+
+def product(x: Tensor, weight: Tensor, scales: Tensor, peaks: Tensor | None = None) -> Tensor:
+    """x [N, K] times a weight [O, K] in fp8 with its scales [1, O]."""
+    quantised, own = quantise(x, peaks)
+    return torch._scaled_mm(
+        quantised,
+        weight.t(),
+        scale_a=own,
+        scale_b=scales,
+        out_dtype=x.dtype,
+        use_fast_accum=True,
+    )

@@ -1,0 +1,145 @@
+"""Attention over a packed row by FlashAttention 4, which knows Hopper better than flex attention.
+
+On an H200 a row of one sequence of 8,192 takes 3.2 ms there and back, 5.1 ms in flex attention. The
+mask is the one of `trainer.tree_mask`; blocks of it that are full are not masked at all. Sequences
+that share nothing go the plain causal way. Gradients of queries are summed in no fixed order.
+
+B rows (one), T tokens, H query heads, K key heads, E head size.
+"""
+
+import functools
+import importlib.util
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.tree_mask import BLOCK
+
+HEAD_DIM = 128  # what was measured
+
+
+@functools.cache
+def available(device: torch.device) -> bool:
+    """Whether this card is a Hopper and FlashAttention 4 is installed, as in `[cluster]`."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return False
+    try:
+        return importlib.util.find_spec("flash_attn.cute") is not None
+    except ImportError:
+        return False
+
+
+@functools.cache
+def _visible() -> Callable[..., Any]:
+    """The mask as CuTe wants it: a key is seen from its own place to where its subtree ends."""
+    import cutlass
+    from cutlass import cute
+    from flash_attn.cute.utils import scalar_to_ssa
+
+    @cute.jit
+    def visible(batch, head, query, key, lengths, tensors):
+        end = scalar_to_ssa(tensors[0][key[0]], cutlass.Int32)
+        return (key <= query) & (query < end)
+
+    result: Callable[..., Any] = visible
+    return result
+
+
+def _mask(ends: Tensor, blocks: list[Tensor]) -> dict[str, Any]:
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    sparse = BlockSparseTensorsTorch(*blocks, block_size=(BLOCK, BLOCK))
+    return {"mask_mod": _visible(), "aux_tensors": [ends], "block_sparse_tensors": sparse}
+
+
+def _causal(starts: Tensor, apart: Tensor) -> dict[str, Any]:
+    # A tensor on the CPU, read here: as an argument of another kind it would be compiled in.
+    count, longest = apart.tolist()
+    if count == 1:
+        return {"causal": True}
+    starts = starts[: count + 1]
+    lengths = {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    return {"causal": True, "cu_seqlens_q": starts, "cu_seqlens_k": starts, **lengths}
+
+
+@torch.library.custom_op("art_cluster::tree_attention", mutates_args=())
+def tree_attention(
+    queries: Tensor,  # [B, T, H, E]
+    keys: Tensor,  # [B, T, K, E]
+    values: Tensor,  # [B, T, K, E]
+    ends: Tensor,  # [T] where the subtree of each token's segment ends
+    starts: Tensor,  # [T + 1] where sequences that lie side by side start
+    apart: Tensor,  # [2] on the CPU: how many those are, and the longest
+    by_query: list[Tensor],  # counts and numbers of the blocks each block of queries sees
+    by_key: list[Tensor],  # the same the other way round
+) -> tuple[Tensor, Tensor]:
+    """What the queries find [B, T, H, E], and the logarithm of their weights' sums [B, H, T]."""
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    flat = apart[0] > 1
+    given = [it[0] if flat else it for it in (queries, keys, values)]
+    mask = _causal(starts, apart) if apart[0] else _mask(ends, by_query)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of CuTe's, about its own arguments
+        out, total, *_ = _flash_attn_fwd(*given, return_lse=True, **mask)
+    return (out[None], total[None]) if flat else (out, total)
+
+
+@tree_attention.register_fake
+def _(
+    queries: Tensor, keys: Tensor, values: Tensor, ends: Tensor, starts: Tensor, apart: Tensor,
+    by_query: list[Tensor], by_key: list[Tensor],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    batch, length, heads, _ = queries.shape
+    return (
+        torch.empty_like(queries, memory_format=torch.contiguous_format),
+        queries.new_empty(batch, heads, length, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("art_cluster::tree_attention_backward", mutates_args=())
+def tree_attention_backward(
+    queries: Tensor, keys: Tensor, values: Tensor, out: Tensor, total: Tensor, grad: Tensor,
+    ends: Tensor, starts: Tensor, apart: Tensor, by_key: list[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    flat = apart[0] > 1
+    given = [it[0] if flat else it for it in (queries, keys, values, out, grad, total)]
+    mask = _causal(starts, apart) if apart[0] else _mask(ends, by_key)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        q, k, v = _flash_attn_bwd(*given, **mask)[:3]
+    return (q[None], k[None], v[None]) if flat else (q, k, v)
+
+
+@tree_attention_backward.register_fake
+def _(
+    queries: Tensor, keys: Tensor, values: Tensor, out: Tensor, total: Tensor, grad: Tensor,
+    ends: Tensor, starts: Tensor, apart: Tensor, by_key: list[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q, k, v = (
+        torch.empty_like(it, memory_format=torch.contiguous_format)
+        for it in (queries, keys, values)
+    )
+    return q, k, v
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    queries, keys, values, *row, _, by_key = inputs
+    ctx.save_for_backward(queries, keys, values, *output, *row, *by_key)
+
+
+def _gradients(ctx: Any, grad: Tensor, total_grad: Tensor) -> tuple[Any, ...]:
+    queries, keys, values, out, total, ends, starts, apart, *by_key = ctx.saved_tensors
+    found = tree_attention_backward(
+        queries, keys, values, out, total, grad.contiguous(), ends, starts, apart, by_key
+    )
+    none = [None] * len(by_key)
+    return *found, None, None, None, none, none
+
+
+tree_attention.register_autograd(_gradients, setup_context=_keep)
