@@ -18,7 +18,8 @@ def rows_of(path: Path) -> list[dict[str, float]]:
 
 def main() -> None:
     out = Path(sys.argv[1])
-    steps = rows_of(out / "history.jsonl")
+    # The run's history has rows of validation and of the harness too.
+    steps = [row for row in rows_of(out / "history.jsonl") if "time/step_s" in row]
     # Sampling is timed by who samples: the harness or the benchmark's loop.
     outside = rows_of(out / "training_metrics.jsonl") or rows_of(out / "steps.jsonl")
     heads = ["step", "reward", "sample s", *(f"{t} s" for t in TIMES), "other s", "overhead", "gap"]

@@ -74,8 +74,8 @@ def tree_mask(ends: Tensor, length: int, *, apart: Sequence[int] = ()) -> Tree:
     `apart` are the lengths of its sequences, where none shares anything: padding is one more.
     """
     lengths = [*apart, length - len(ends)] if apart and length > len(ends) else list(apart)
-    starts = torch.zeros(length + 1, dtype=torch.int32)
-    starts[1 : len(lengths) + 1] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
+    bounds = torch.zeros(length + 1, dtype=torch.int32)
+    bounds[1 : len(lengths) + 1] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
     told = torch.tensor([len(lengths), max(lengths, default=0)])
     padding = torch.arange(len(ends) + 1, length + 1, device=ends.device)
     ends = torch.cat([ends, padding]).to(torch.int32)
@@ -94,7 +94,7 @@ def tree_mask(ends: Tensor, length: int, *, apart: Sequence[int] = ()) -> Tree:
     mask: BlockMask = BlockMask.from_kv_blocks(
         *_listed(partial), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=visible
     )
-    return Tree(mask, ends, starts.to(ends.device), told)
+    return Tree(mask, ends, bounds.to(ends.device), told)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,13 +3,16 @@ from pathlib import Path
 
 import pytest
 
+from kit.config import validate
 from kit.errors import ConfigError, NotInstalled
 from trainer.base_models import resolve
 from trainer.channel import Worker, visible
 from trainer.config import ServerConfig
 from trainer.engines import choose
+from trainer.engines.vllm import VllmEngine
 from trainer.engines.vllm_args import check, defaults, flags, rank_for
 from trainer.errors import Unsupported, WorkerDied
+from trainer.learner.handle import Learner
 
 
 @pytest.mark.parametrize(
@@ -61,6 +64,32 @@ def test_the_embedded_engine_takes_no_settings_of_vllm(tmp_path: Path) -> None:
     config = ServerConfig(engine="embedded", engine_args={"max_num_seqs": 4})
     with pytest.raises(ConfigError, match="`max_num_seqs`"):
         choose.create_engine(config, "base", tmp_path, tmp_path)
+
+
+def test_fp8_is_for_vllm_on_a_card_and_reaches_learner_and_engine_alike(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = ServerConfig(engine="vllm", quantization="fp8", vllm=sys.executable)
+    with pytest.raises(ConfigError, match="needs vLLM on a CUDA card"):
+        choose.create_engine(config, "base", tmp_path, tmp_path)
+    monkeypatch.setattr(choose, "has_cuda", lambda: True)
+    engine = choose.create_engine(config, "base", resolve("tiny-random"), tmp_path)
+    assert isinstance(engine, VllmEngine)
+    assert engine._arguments["quantization"] == "fp8_per_channel"
+    learner = Learner("base", log=tmp_path / "log", config=config)
+    assert learner._worker._command[-2:] == ["--quantization", "fp8"]
+    for change, match in (
+        ({"engine": "embedded"}, "needs vLLM on a CUDA card"),
+        ({"engine_args": {"quantization": "awq"}}, "are both set"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            choose.create_engine(config.model_copy(update=change), "base", tmp_path, tmp_path)
+    with pytest.raises(ConfigError, match="needs nodes to be 1"):
+        validate(
+            ServerConfig,
+            {"nodes": 2, "nodes_host": "10.0.0.1", "quantization": "fp8"},
+            source="here",
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,85 @@
+"""The errors of the GPU's kernels against their plain formulas, as JSON: `name -> relative error`.
+
+Run by `test_kernels.py` in an environment that has Triton, with its interpreter: in fp32, where
+what is left is the order of sums.
+"""
+
+import json
+import sys
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+import trainer.kernels.fp8 as fp8
+from trainer.kernels import gated_mlp, lora_swiglu
+from trainer.kernels.split_heads import split_heads
+
+TOKENS, DIM, INNER, RANK = 70, 48, 208, 4
+
+
+def draw(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape) * scale).requires_grad_()
+
+
+def off(found: Tensor, exact: Tensor) -> float:
+    return float((found - exact).norm() / exact.norm())
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
+
+
+def heads() -> dict[str, float]:
+    count, kv_count, size = 6, 2, 16
+    base, lora = (draw(TOKENS, (count + 2 * kv_count) * size) for _ in range(2))
+    angles = torch.randn(TOKENS, size // 2).repeat(1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    found = split_heads(base, lora, cos, sin, count, kv_count)
+    parts = (base + lora).view(TOKENS, -1, size).split([count, kv_count, kv_count], dim=1)
+    exact = turned(parts[0], cos, sin), turned(parts[1], cos, sin), parts[2]
+    slopes = [torch.randn_like(it) for it in exact]
+    mine = torch.autograd.grad(found, (base, lora), slopes)
+    theirs = torch.autograd.grad(exact, (base, lora), slopes)
+    errors = [off(a, b) for a, b in zip((*found, *mine), (*exact, *theirs), strict=True)]
+    return {f"heads {number}": error for number, error in enumerate(errors)}
+
+
+def mlp() -> dict[str, float]:
+    """The whole MLP with frozen weights as they are, and in fp8, whose product is emulated."""
+    lora_swiglu.CHUNKS = 2
+    x, a = draw(TOKENS, DIM), draw(2 * RANK, DIM, scale=0.1)
+    gate_b, up_b, down_a = (draw(RANK, INNER, scale=0.2) for _ in range(3))
+    down_b = draw(DIM, RANK, scale=0.2)
+    first, second = torch.randn(2 * INNER, DIM) / 7, torch.randn(DIM, INNER) / 14
+    biases = torch.randn(2 * INNER) / 10, torch.randn(DIM) / 10
+    given = (x, a, gate_b, up_b, down_a, down_b)
+    gate_up = x @ first.t() + biases[0]
+    gate = gate_up[:, :INNER] + x @ a[:RANK].t() @ gate_b
+    up = gate_up[:, INNER:] + x @ a[RANK:].t() @ up_b
+    inner = silu(gate) * up
+    exact = inner @ second.t() + biases[1] + inner @ down_a.t() @ down_b.t()
+    slope = torch.randn_like(exact)
+    theirs = torch.autograd.grad(exact, given, slope, retain_graph=True)
+    errors = {}
+    for name, held in (("", lambda weight: weight), ("fp8 ", fp8.quantised_weight)):
+        weights = (held(first), biases[0]), (held(second), biases[1])
+        out = gated_mlp.gated_mlp(x, *weights, x @ a.t(), gate_b, up_b, down_a, down_b)
+        mine = torch.autograd.grad(out, given, slope)
+        pairs = zip((out, *mine), (exact, *theirs), strict=True)
+        errors |= {f"{name}mlp {number}": off(a, b) for number, (a, b) in enumerate(pairs)}
+    return errors
+
+
+def emulated(x: Tensor, weight: Tensor, scales: Tensor, peaks: Tensor | None = None) -> Tensor:
+    """A CPU has no product of scaled fp8; the peaks must be the rows' own to the last bit."""
+    assert peaks is None or torch.equal(peaks, x.abs().amax(dim=-1))
+    quantised, own = fp8.quantise(x, peaks)
+    return (quantised.float() * own) @ (weight.float() * scales.t()).t()
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    fp8.product = gated_mlp.product = emulated
+    sys.stdout.write(json.dumps({**heads(), **mlp()}) + "\n")
