@@ -15,6 +15,8 @@ from launcher.task import Task
 WORKDIR = "sky_workdir"
 STATE_DIR = f"{WORKDIR}/.art"
 """Where `trainer serve` keeps its checkpoints, below the home of a cluster."""
+SETUP_FAILED = "The setup failed"
+"""What a server's log says where its setup did not end well, and the server did not start."""
 
 
 class RunStatus(StrEnum):
@@ -131,8 +133,8 @@ class Provider(Protocol):
     def exit_code(self, name: str, run_id: str) -> int:
         """Exit code of a run that is over."""
 
-    def logs(self, name: str, run_id: str, *, follow: bool, tail: int, out: TextIO) -> None:
-        """Write the output of a run; `tail` of 0 is all of it."""
+    def logs(self, name: str, run_id: str | None, *, follow: bool, tail: int, out: TextIO) -> None:
+        """Write the output of a run, of the newest for None; `tail` of 0 is all of it."""
 
     def read(self, name: str, path: str, *, follow: bool, tail: int, out: TextIO) -> None:
         """Write a text file below the cluster's home to `out`, as `logs` does."""

@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -104,10 +105,12 @@ def parse(launch: Any, arguments: list[str]) -> Any:
 def translated(cluster: str) -> Iterator[None]:
     """Turn SkyPilot's errors into ours, keeping the original as the cause.
 
-    What it prints goes to stderr: it is for people, and stdout is for data.
+    What it prints goes to stderr: it is for people, and stdout is for data. All threads share one
+    stdout, so only the main one moves it.
     """
+    main = threading.current_thread() is threading.main_thread()
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr) if main else contextlib.nullcontext():
             yield
     except (KitError, KeyboardInterrupt):
         raise
