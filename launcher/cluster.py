@@ -10,14 +10,9 @@ from typing import TextIO
 
 from launcher import bundle, checkpoints
 from launcher.checkpoints import PulledCheckpoint
+from launcher.early import Early
 from launcher.endpoints import Endpoints, is_healthy
-from launcher.errors import (
-    ClusterNotFound,
-    LauncherError,
-    ProviderError,
-    RemoteError,
-    RunNotFound,
-)
+from launcher.errors import ClusterNotFound, LauncherError, ProviderError, RemoteError, RunNotFound
 from launcher.files import select
 from launcher.provider import (
     SETUP_FAILED,
@@ -88,10 +83,11 @@ class Cluster:
         seconds it is looked whether it still is; from then on `log` shows what setup and server
         say. False when the `arguments` for `sky launch` asked for a rehearsal.
         """
-        with launching(self.name):
+        with launching(self.name), Early(self.tunnel) as tunnel:
             server = self._server()
             if server is None:
-                server = self.provider.launch(self.name, task, arguments)
+                # An ssh takes seconds to open, and so does what is left to do of a launch.
+                server = self.provider.launch(self.name, task, arguments, reachable=tunnel.begin)
                 if server is None:
                     return False
             elif arguments:
@@ -102,7 +98,7 @@ class Cluster:
                 )
             else:
                 progress(f"The server of cluster `{self.name}` runs already, with its first lease")
-            self._wait_until_healthy(server.id, progress, log, every)
+            self._wait_until_healthy(server.id, tunnel, progress, log, every)
         return True
 
     def sync(self, workdir: Path = Path(), files: Sequence[str] | None = None) -> Sent:
@@ -251,7 +247,12 @@ class Cluster:
         )
 
     def _wait_until_healthy(
-        self, run_id: str, progress: Callable[[str], None], log: TextIO | None, every: float
+        self,
+        run_id: str,
+        tunnel: Early[Endpoints],
+        progress: Callable[[str], None],
+        log: TextIO | None,
+        every: float,
     ) -> None:
         """As long as the run is alive: setup takes what the machine and its network need."""
         started = time.monotonic()
@@ -259,12 +260,11 @@ class Cluster:
             lambda out: self.provider.logs(self.name, run_id, follow=True, tail=0, out=out)
         ) as showing:
             while True:
-                with self.tunnel() as endpoints:
-                    look = time.monotonic() + every
-                    while time.monotonic() < look:
-                        if is_healthy(endpoints):
-                            return
-                        time.sleep(0.3)
+                endpoints, look = tunnel.value(), time.monotonic() + every
+                while time.monotonic() < look:
+                    if is_healthy(endpoints):
+                        return
+                    time.sleep(0.3)
                 status = self._run(run_id).status
                 if status.over:
                     raise self._ended_early(run_id)

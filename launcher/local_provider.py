@@ -17,13 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from launcher.errors import (
-    ClusterNotFound,
-    LauncherError,
-    ProviderError,
-    RunNotFound,
-    TaskError,
-)
+from launcher.errors import ClusterNotFound, LauncherError, ProviderError, RunNotFound, TaskError
 from launcher.files import copy_if_new, forgotten, remember, same, select, size
 from launcher.local_runs import born, end, read_run, show
 from launcher.provider import (
@@ -46,7 +40,14 @@ class LocalProvider:
     def __init__(self, root: Path | None = None) -> None:
         self.root = root or Path.home() / ".art-cluster" / "clusters"
 
-    def launch(self, name: str, task: Task, arguments: Sequence[str]) -> Run | None:
+    def launch(
+        self,
+        name: str,
+        task: Task,
+        arguments: Sequence[str],
+        *,
+        reachable: Callable[[], None] = lambda: None,
+    ) -> Run | None:
         if arguments:
             raise LauncherError(
                 f"`{arguments[0]}` means nothing to a local cluster",
@@ -71,7 +72,9 @@ class LocalProvider:
             _mount(Path(source).expanduser(), home, target)
         # Setup is part of the run, as with SkyPilot: `logs` shows it and its failure ends the run.
         scripts = [task.config[part] for part in ("setup", "run") if task.config.get(part)]
-        return self._start(name, task.name, scripts, task.envs, task.secrets)
+        started = self._start(name, task.name, scripts, task.envs, task.secrets)
+        reachable()
+        return started
 
     def clusters(self) -> list[ClusterInfo]:
         if not self.root.is_dir():

@@ -100,10 +100,18 @@ Progress = Callable[[int, float], None]
 class Provider(Protocol):
     """What every place that can hold a cluster does."""
 
-    def launch(self, name: str, task: Task, arguments: Sequence[str]) -> Run | None:
+    def launch(
+        self,
+        name: str,
+        task: Task,
+        arguments: Sequence[str],
+        *,
+        reachable: Callable[[], None] = lambda: None,
+    ) -> Run | None:
         """Make or reuse cluster `name`, sync, and start setup and run, without waiting for them.
 
         The task's lease goes along; one in dollars becomes hours by the price of the cluster.
+        `reachable` is called as soon as a tunnel can be opened.
 
         `arguments` are further ones in the provider's own words (those of `sky launch`). Returns
         None when they asked for a rehearsal that starts nothing.

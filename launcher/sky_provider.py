@@ -40,7 +40,14 @@ _NOT_FOUND = 102  # of `sky.exceptions.JobExitCode`
 class SkyProvider:
     """Clusters that SkyPilot rents: on a cloud, on Kubernetes or on Slurm."""
 
-    def launch(self, name: str, task: Task, arguments: Sequence[str]) -> Run | None:
+    def launch(
+        self,
+        name: str,
+        task: Task,
+        arguments: Sequence[str],
+        *,
+        reachable: Callable[[], None] = lambda: None,
+    ) -> Run | None:
         """Two requests: SkyPilot makes the cluster, then starts setup and server as one job.
 
         The job of the launch itself would hold every CPU that a Slurm cluster has for as long as
@@ -66,6 +73,7 @@ class SkyProvider:
             return None
         if workdir := task.config.get("workdir"):
             remember(sent_record(name), Path(workdir), select(Path(workdir)))
+        reachable()
         if apart:
             self._wait_for_setup(name)
         envs = {**(given["env_file"] or {}), **dict(given["env"])}

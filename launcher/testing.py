@@ -35,13 +35,21 @@ class FakeProvider:
     _sizes: dict[str, int] = field(default_factory=dict)
     _runs: dict[str, list[Run]] = field(default_factory=dict)
 
-    def launch(self, name: str, task: Task, arguments: Sequence[str]) -> Run | None:
+    def launch(
+        self,
+        name: str,
+        task: Task,
+        arguments: Sequence[str],
+        *,
+        reachable: Callable[[], None] = lambda: None,
+    ) -> Run | None:
         self.launched.append((name, task, list(arguments)))
         if "--dryrun" in arguments:
             return None
         workdir = Path(task.config.get("workdir") or ".")
         remember(_record(), workdir, select(workdir))
         self._runs.setdefault(name, []).append(Run("1", task.name, RunStatus.RUNNING))
+        reachable()
         return self._runs[name][-1]
 
     def clusters(self) -> list[ClusterInfo]:
