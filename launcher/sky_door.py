@@ -59,6 +59,8 @@ _ERRORS: dict[str, tuple[type[LauncherError], str, str | None]] = {
         "Mend `~/.sky/config.yaml`",
     ),
 }
+ANY = "*"
+"""In place of a cluster's name, where something is asked of SkyPilot that is not about one."""
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -121,7 +123,8 @@ def translated(cluster: str) -> Iterator[None]:
 def _ours(exc: Exception, cluster: str) -> LauncherError:
     lines = [_COLOR.sub("", line).strip() for line in str(exc).splitlines()]
     what = next((line for line in lines if line), type(exc).__name__)
-    default = ProviderError, "Cluster `{cluster}`: {what}", None
+    about = "SkyPilot failed" if cluster == ANY else "Cluster `{cluster}`"
+    default = ProviderError, f"{about}: {{what}}", None
     names = [kind.__name__ for kind in type(exc).__mro__]
     error, message, hint = next((_ERRORS[name] for name in names if name in _ERRORS), default)
     where = {"cluster": cluster, "what": what}

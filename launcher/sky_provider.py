@@ -17,6 +17,7 @@ from launcher.lease import hours_within
 from launcher.provider import WORKDIR, Check, ClusterInfo, Cost, Progress, Run, RunStatus, Sent
 from launcher.remote import Remote
 from launcher.sky_door import (
+    ANY,
     forget_alias,
     launch_command,
     parse,
@@ -142,7 +143,7 @@ class SkyProvider:
 
     def clusters(self) -> list[ClusterInfo]:
         skypilot = sky()
-        with translated("*"):
+        with translated(ANY):
             # A cluster that tore itself down is not known to be gone before somebody looks.
             records = skypilot.get(skypilot.status(refresh=skypilot.StatusRefreshMode.AUTO))
         return [
