@@ -83,11 +83,16 @@ def first_line(command: str) -> float:
     """Seconds until `command` prints anything."""
     started = time.monotonic()
     with subprocess.Popen(
-        [LAB / "as-dev", command], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [LAB / "as-dev", command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     ) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        return time.monotonic() - started
+        seen = time.monotonic() - started
+        process.stdout.read()  # to its end: SkyPilot takes a closed pipe for a lost connection
+        return seen
 
 
 def line_delays() -> list[float]:

@@ -4,12 +4,13 @@ SkyPilot's SDK only queues: every call returns a request id, and its errors surf
 """
 
 import contextlib
+import io
 import os
 import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from kit.errors import KitError, NotInstalled
 from launcher.errors import (
@@ -129,6 +130,33 @@ def _ours(exc: Exception, cluster: str) -> LauncherError:
     error, message, hint = next((_ERRORS[name] for name in names if name in _ERRORS), default)
     where = {"cluster": cluster, "what": what}
     return error(message.format_map(where), hint=hint and hint.format_map(where))
+
+
+class Reader(io.TextIOBase):
+    """`out` as SkyPilot may write to it, which takes a closed pipe for a lost connection.
+
+    It would connect again and again; an interrupt is what it lets pass.
+    """
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self.gone = False
+
+    def write(self, text: str) -> int:
+        with self._interrupting():
+            return self._out.write(text)
+
+    def flush(self) -> None:
+        with self._interrupting():
+            self._out.flush()
+
+    @contextlib.contextmanager
+    def _interrupting(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            self.gone = True
+            raise KeyboardInterrupt from None
 
 
 def forget_alias(cluster: str) -> None:

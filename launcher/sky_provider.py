@@ -1,6 +1,7 @@
 """Clusters that SkyPilot rents, through `sky_door`, and reaches by ssh, through `remote`."""
 
 import contextlib
+import errno
 import shlex
 import sys
 import tempfile
@@ -18,6 +19,7 @@ from launcher.provider import WORKDIR, Check, ClusterInfo, Cost, Progress, Run, 
 from launcher.remote import Remote
 from launcher.sky_door import (
     ANY,
+    Reader,
     forget_alias,
     launch_command,
     parse,
@@ -196,8 +198,16 @@ class SkyProvider:
 
     def logs(self, name: str, run_id: str | None, *, follow: bool, tail: int, out: TextIO) -> None:
         skypilot, job_id = sky(), None if run_id is None else int(run_id)
-        with translated(name):
-            code = skypilot.tail_logs(name, job_id, follow=follow, tail=tail, output_stream=out)
+        reader = Reader(out)
+        try:
+            with translated(name):
+                code = skypilot.tail_logs(
+                    name, job_id, follow=follow, tail=tail, output_stream=reader
+                )
+        except KeyboardInterrupt:
+            if reader.gone:
+                raise BrokenPipeError(errno.EPIPE, "nobody reads the log any more") from None
+            raise
         if code == _NOT_FOUND:
             raise RunNotFound(f"Cluster `{name}` has no run `{run_id or 1}`")
 

@@ -1,5 +1,6 @@
 """Where we hand over to the real SkyPilot: what it parses, and what it says when it cannot."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -93,6 +94,29 @@ def test_errors_of_skypilot_are_one_sentence_and_a_hint(kind: str, sentence: str
         raise error
     assert ours.value.message == sentence
     assert ours.value.hint
+
+
+def test_a_log_that_nobody_reads_any_more_is_no_lost_connection() -> None:
+    from sky.server import rest
+
+    from launcher.sky_door import Reader
+
+    ours, theirs = os.pipe()
+    os.close(ours)
+    tries = []
+
+    @rest.retry_transient_errors()  # as `tail_logs` is
+    def tail(out: Reader) -> None:
+        tries.append(out)
+        print("line", file=out, flush=True)
+
+    out = os.fdopen(theirs, "w")
+    reader = Reader(out)
+    with pytest.raises(KeyboardInterrupt):
+        tail(reader)
+    assert reader.gone and len(tries) == 1
+    with contextlib.suppress(BrokenPipeError):
+        out.close()
 
 
 def test_what_is_not_about_one_cluster_names_none() -> None:
