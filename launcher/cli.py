@@ -90,7 +90,7 @@ def up(
         lease=lease,
     )
     note(told(task.envs, task.max_cost))
-    if not cluster.up(task, rest, progress=note):
+    if not cluster.up(task, rest, progress=note, log=None if target.local else sys.stderr):
         note("Nothing was launched")
         return
     where = target.options

@@ -10,10 +10,12 @@ from typing import TextIO
 
 from launcher import bundle, checkpoints
 from launcher.checkpoints import PulledCheckpoint
+from launcher.early import Early
 from launcher.endpoints import Endpoints, is_healthy
-from launcher.errors import ClusterNotFound, LauncherError, ProviderError, RemoteError
+from launcher.errors import ClusterNotFound, LauncherError, ProviderError, RemoteError, RunNotFound
 from launcher.files import select
 from launcher.provider import (
+    SETUP_FAILED,
     STATE_DIR,
     ClusterInfo,
     Cost,
@@ -24,6 +26,7 @@ from launcher.provider import (
     Sent,
 )
 from launcher.settings import Settings, read
+from launcher.showing import Showing
 from launcher.state import launching
 from launcher.task import Task
 
@@ -71,16 +74,20 @@ class Cluster:
         arguments: Sequence[str] = (),
         *,
         progress: Callable[[str], None] = lambda message: None,
+        log: TextIO | None = None,
+        every: float = 15.0,
     ) -> bool:
         """Bring the cluster up, start the task and wait until its server is healthy.
 
-        Safe to repeat: a server that is alive is waited for, not started twice. False when the
-        `arguments` for `sky launch` asked for a rehearsal.
+        Safe to repeat: a server that is alive is waited for, not started twice. `every` so many
+        seconds it is looked whether it still is; from then on `log` shows what setup and server
+        say. False when the `arguments` for `sky launch` asked for a rehearsal.
         """
-        with launching(self.name):
+        with launching(self.name), Early(self.tunnel) as tunnel:
             server = self._server()
             if server is None:
-                server = self.provider.launch(self.name, task, arguments)
+                # An ssh takes seconds to open, and so does what is left to do of a launch.
+                server = self.provider.launch(self.name, task, arguments, reachable=tunnel.begin)
                 if server is None:
                     return False
             elif arguments:
@@ -91,7 +98,7 @@ class Cluster:
                 )
             else:
                 progress(f"The server of cluster `{self.name}` runs already, with its first lease")
-            self._wait_until_healthy(server.id, progress)
+            self._wait_until_healthy(server.id, tunnel, progress, log, every)
         return True
 
     def sync(self, workdir: Path = Path(), files: Sequence[str] | None = None) -> Sent:
@@ -139,17 +146,12 @@ class Cluster:
             path = f"{STATE_DIR}/logs/{_PROCESSES[run_id]}.log"
             self.provider.read(self.name, path, follow=follow, tail=tail, out=out)
             return
-        runs = self.provider.runs(self.name)
         if run_id == "server":
-            runs, run_id = [run for run in runs if run.name != "run"], None
-        if run_id is None:
-            if not runs:
-                raise LauncherError(
-                    f"Cluster `{self.name}` has no runs yet",
-                    hint=f"Start one with `launcher run -c {self.name} COMMAND`",
-                )
-            run_id = runs[-1].id
-        elif all(run.id != run_id for run in runs):
+            servers = [run for run in self.provider.runs(self.name) if run.name != "run"]
+            if not servers:
+                raise RunNotFound(f"Cluster `{self.name}` has no server yet")
+            run_id = servers[-1].id
+        elif run_id is not None and not run_id.isdecimal():
             raise self._no_run(run_id)
         self.provider.logs(self.name, run_id, follow=follow, tail=tail, out=out)
 
@@ -238,33 +240,50 @@ class Cluster:
                 return run
         raise self._no_run(run_id)
 
-    def _no_run(self, run_id: str) -> LauncherError:
-        return LauncherError(
+    def _no_run(self, run_id: str) -> RunNotFound:
+        return RunNotFound(
             f"Cluster `{self.name}` has no run `{run_id}`",
             hint=f"List its runs with `launcher ls -c {self.name}`",
         )
 
-    def _wait_until_healthy(self, run_id: str, progress: Callable[[str], None]) -> None:
+    def _wait_until_healthy(
+        self,
+        run_id: str,
+        tunnel: Early[Endpoints],
+        progress: Callable[[str], None],
+        log: TextIO | None,
+        every: float,
+    ) -> None:
         """As long as the run is alive: setup takes what the machine and its network need."""
         started = time.monotonic()
-        while True:
-            with self.tunnel() as endpoints:
-                for _ in range(50):
+        with Showing(
+            lambda out: self.provider.logs(self.name, run_id, follow=True, tail=0, out=out)
+        ) as showing:
+            while True:
+                endpoints, look = tunnel.value(), time.monotonic() + every
+                while time.monotonic() < look:
                     if is_healthy(endpoints):
                         return
                     time.sleep(0.3)
-            status = self._run(run_id).status
-            if status.over:
-                raise ProviderError(
-                    f"The server of cluster `{self.name}` ended before it was healthy: "
-                    f"{self._last_line(run_id)}",
-                    hint=f"See why with `launcher logs {run_id} -c {self.name}`",
-                )
-            where = "waits for its turn" if status is RunStatus.PENDING else "is being set up"
-            progress(f"The server {where} ({time.monotonic() - started:.0f} s)")
+                status = self._run(run_id).status
+                if status.over:
+                    raise self._ended_early(run_id)
+                where = "waits for its turn" if status is RunStatus.PENDING else "is being set up"
+                progress(f"The server {where} ({time.monotonic() - started:.0f} s)")
+                if log is not None and status is not RunStatus.PENDING:
+                    showing.start(log)
 
-    def _last_line(self, run_id: str) -> str:
+    def _ended_early(self, run_id: str) -> ProviderError:
         out = io.StringIO()
         self.provider.logs(self.name, run_id, follow=False, tail=20, out=out)
         lines = [line.strip() for line in out.getvalue().splitlines() if line.strip()]
-        return f"`{lines[-1]}`" if lines else "it wrote nothing"
+        see = f"See why with `launcher logs {run_id} -c {self.name}`"
+        if any(SETUP_FAILED in line for line in lines):
+            return ProviderError(
+                f"The setup of cluster `{self.name}` failed",
+                hint=f"{see}, mend it and launch again, or `launcher down -c {self.name}`",
+            )
+        last = f"`{lines[-1]}`" if lines else "it wrote nothing"
+        return ProviderError(
+            f"The server of cluster `{self.name}` ended before it was healthy: {last}", hint=see
+        )

@@ -1,9 +1,9 @@
 """Where a server answers, and whether it does."""
 
+import contextlib
+import http.client
 import time
 from dataclasses import dataclass
-
-import httpx
 
 from launcher.errors import ProviderError
 
@@ -25,13 +25,21 @@ class Endpoints:
 
 def is_healthy(endpoints: Endpoints) -> bool:
     """Whether both ports answer."""
-    addresses = (endpoints.control, endpoints.openai.removesuffix("/v1"))
-    try:
-        # The addresses are loopback: a proxy of the environment has no say.
-        with httpx.Client(trust_env=False, timeout=10) as client:
-            return all(client.get(f"{address}/health").is_success for address in addresses)
-    except httpx.TransportError:
-        return False
+    return all(
+        _answers(address) for address in (endpoints.control, endpoints.openai.removesuffix("/v1"))
+    )
+
+
+def _answers(address: str) -> bool:
+    # Asked several times a second while a machine starts a server, so by what costs it least.
+    # The addresses are loopback: a proxy of the environment has no say.
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=10)
+    with contextlib.closing(connection):
+        try:
+            connection.request("GET", "/health")
+            return 200 <= connection.getresponse().status < 300
+        except (OSError, http.client.HTTPException):
+            return False
 
 
 def wait_until_healthy(endpoints: Endpoints, cluster: str, patience: float = 60.0) -> None:

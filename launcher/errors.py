@@ -3,6 +3,7 @@
 LauncherError
 ├── TaskError         the task YAML cannot be used
 ├── ClusterNotFound   no cluster of that name
+├── RunNotFound       the cluster has no such run
 ├── NoCloud           SkyPilot has no credentials of any cloud
 ├── NoCapacity        nobody has the machine that was asked for
 ├── ProviderError     SkyPilot, or the local sandbox, failed
@@ -23,6 +24,10 @@ class TaskError(LauncherError):
 
 class ClusterNotFound(LauncherError):
     hint = "List clusters with `launcher ls`"
+
+
+class RunNotFound(LauncherError):
+    hint = "List runs with `launcher ls -c CLUSTER`"
 
 
 class NoCloud(LauncherError):

@@ -17,10 +17,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from launcher.errors import ClusterNotFound, LauncherError, ProviderError, TaskError
+from launcher.errors import ClusterNotFound, LauncherError, ProviderError, RunNotFound, TaskError
 from launcher.files import copy_if_new, forgotten, remember, same, select, size
 from launcher.local_runs import born, end, read_run, show
-from launcher.provider import WORKDIR, Check, ClusterInfo, Cost, Progress, Run, RunStatus, Sent
+from launcher.provider import (
+    SETUP_FAILED,
+    WORKDIR,
+    Check,
+    ClusterInfo,
+    Cost,
+    Progress,
+    Run,
+    RunStatus,
+    Sent,
+)
 from launcher.task import Task
 
 
@@ -30,7 +40,14 @@ class LocalProvider:
     def __init__(self, root: Path | None = None) -> None:
         self.root = root or Path.home() / ".art-cluster" / "clusters"
 
-    def launch(self, name: str, task: Task, arguments: Sequence[str]) -> Run | None:
+    def launch(
+        self,
+        name: str,
+        task: Task,
+        arguments: Sequence[str],
+        *,
+        reachable: Callable[[], None] = lambda: None,
+    ) -> Run | None:
         if arguments:
             raise LauncherError(
                 f"`{arguments[0]}` means nothing to a local cluster",
@@ -55,7 +72,9 @@ class LocalProvider:
             _mount(Path(source).expanduser(), home, target)
         # Setup is part of the run, as with SkyPilot: `logs` shows it and its failure ends the run.
         scripts = [task.config[part] for part in ("setup", "run") if task.config.get(part)]
-        return self._start(name, task.name, scripts, task.envs, task.secrets)
+        started = self._start(name, task.name, scripts, task.envs, task.secrets)
+        reachable()
+        return started
 
     def clusters(self) -> list[ClusterInfo]:
         if not self.root.is_dir():
@@ -88,8 +107,8 @@ class LocalProvider:
     def cancel(self, name: str, run_id: str) -> None:
         end(self._run_directory(name, run_id))
 
-    def logs(self, name: str, run_id: str, *, follow: bool, tail: int, out: TextIO) -> None:
-        directory = self._run_directory(name, run_id)
+    def logs(self, name: str, run_id: str | None, *, follow: bool, tail: int, out: TextIO) -> None:
+        directory = self._run_directory(name, run_id or str(len(self.runs(name))))
         show(
             directory / "log",
             follow=lambda: follow and not read_run(directory).status.over,
@@ -192,7 +211,9 @@ class LocalProvider:
         # Files of their own: `set -e` would be off in `( setup ) && ( run )`.
         for number, script in enumerate(scripts):
             (directory / f"{number}.sh").write_text(script)
-        chain = " && ".join(f'bash "$0/{number}.sh"' for number in range(len(scripts)))
+        *before, last = (f'bash "$0/{number}.sh"' for number in range(len(scripts)))
+        told = f'(code=$?; echo "{SETUP_FAILED} with code $code"; exit $code)'
+        chain = " && ".join([*(f"{{ {script} || {told}; }}" for script in before), last])
         # What this machine has cached already need not be fetched again for the sandbox.
         cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
         environment = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PWD")}
@@ -236,7 +257,7 @@ class LocalProvider:
     def _run_directory(self, name: str, run_id: str) -> Path:
         directory = self._existing(name) / "runs" / run_id
         if not directory.is_dir():
-            raise LauncherError(
+            raise RunNotFound(
                 f"Cluster `{name}` has no run `{run_id}`",
                 hint=f"List its runs with `launcher ls --local -c {name}`",
             )

@@ -15,6 +15,8 @@ from launcher.task import Task
 WORKDIR = "sky_workdir"
 STATE_DIR = f"{WORKDIR}/.art"
 """Where `trainer serve` keeps its checkpoints, below the home of a cluster."""
+SETUP_FAILED = "The setup failed"
+"""What a server's log says where its setup did not end well, and the server did not start."""
 
 
 class RunStatus(StrEnum):
@@ -98,10 +100,18 @@ Progress = Callable[[int, float], None]
 class Provider(Protocol):
     """What every place that can hold a cluster does."""
 
-    def launch(self, name: str, task: Task, arguments: Sequence[str]) -> Run | None:
+    def launch(
+        self,
+        name: str,
+        task: Task,
+        arguments: Sequence[str],
+        *,
+        reachable: Callable[[], None] = lambda: None,
+    ) -> Run | None:
         """Make or reuse cluster `name`, sync, and start setup and run, without waiting for them.
 
         The task's lease goes along; one in dollars becomes hours by the price of the cluster.
+        `reachable` is called as soon as a tunnel can be opened.
 
         `arguments` are further ones in the provider's own words (those of `sky launch`). Returns
         None when they asked for a rehearsal that starts nothing.
@@ -131,8 +141,8 @@ class Provider(Protocol):
     def exit_code(self, name: str, run_id: str) -> int:
         """Exit code of a run that is over."""
 
-    def logs(self, name: str, run_id: str, *, follow: bool, tail: int, out: TextIO) -> None:
-        """Write the output of a run; `tail` of 0 is all of it."""
+    def logs(self, name: str, run_id: str | None, *, follow: bool, tail: int, out: TextIO) -> None:
+        """Write the output of a run, of the newest for None; `tail` of 0 is all of it."""
 
     def read(self, name: str, path: str, *, follow: bool, tail: int, out: TextIO) -> None:
         """Write a text file below the cluster's home to `out`, as `logs` does."""

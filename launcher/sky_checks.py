@@ -4,7 +4,7 @@ import importlib.metadata
 
 from launcher.errors import LauncherError
 from launcher.provider import Check
-from launcher.sky_door import sky, translated
+from launcher.sky_door import ANY, sky, translated
 
 _WANTED = "0.14"
 # What a new account may not rent before it asked: the first launch of a GPU fails without it.
@@ -28,7 +28,7 @@ def checks() -> list[Check]:
     ]
     skypilot = sky()
     try:
-        with translated("*"):
+        with translated(ANY):
             # Starts a local one that is not up, as every other command would.
             clouds = skypilot.get(skypilot.client.sdk.enabled_clouds())
             server = skypilot.api_info()

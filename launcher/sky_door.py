@@ -4,11 +4,13 @@ SkyPilot's SDK only queues: every call returns a request id, and its errors surf
 """
 
 import contextlib
+import io
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from kit.errors import KitError, NotInstalled
 from launcher.errors import (
@@ -58,6 +60,8 @@ _ERRORS: dict[str, tuple[type[LauncherError], str, str | None]] = {
         "Mend `~/.sky/config.yaml`",
     ),
 }
+ANY = "*"
+"""In place of a cluster's name, where something is asked of SkyPilot that is not about one."""
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -104,10 +108,12 @@ def parse(launch: Any, arguments: list[str]) -> Any:
 def translated(cluster: str) -> Iterator[None]:
     """Turn SkyPilot's errors into ours, keeping the original as the cause.
 
-    What it prints goes to stderr: it is for people, and stdout is for data.
+    What it prints goes to stderr: it is for people, and stdout is for data. All threads share one
+    stdout, so only the main one moves it.
     """
+    main = threading.current_thread() is threading.main_thread()
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr) if main else contextlib.nullcontext():
             yield
     except (KitError, KeyboardInterrupt):
         raise
@@ -118,11 +124,39 @@ def translated(cluster: str) -> Iterator[None]:
 def _ours(exc: Exception, cluster: str) -> LauncherError:
     lines = [_COLOR.sub("", line).strip() for line in str(exc).splitlines()]
     what = next((line for line in lines if line), type(exc).__name__)
-    default = ProviderError, "Cluster `{cluster}`: {what}", None
+    about = "SkyPilot failed" if cluster == ANY else "Cluster `{cluster}`"
+    default = ProviderError, f"{about}: {{what}}", None
     names = [kind.__name__ for kind in type(exc).__mro__]
     error, message, hint = next((_ERRORS[name] for name in names if name in _ERRORS), default)
     where = {"cluster": cluster, "what": what}
     return error(message.format_map(where), hint=hint and hint.format_map(where))
+
+
+class Reader(io.TextIOBase):
+    """`out` as SkyPilot may write to it, which takes a closed pipe for a lost connection.
+
+    It would connect again and again; an interrupt is what it lets pass.
+    """
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self.gone = False
+
+    def write(self, text: str) -> int:
+        with self._interrupting():
+            return self._out.write(text)
+
+    def flush(self) -> None:
+        with self._interrupting():
+            self._out.flush()
+
+    @contextlib.contextmanager
+    def _interrupting(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            self.gone = True
+            raise KeyboardInterrupt from None
 
 
 def forget_alias(cluster: str) -> None:

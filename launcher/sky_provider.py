@@ -1,6 +1,7 @@
 """Clusters that SkyPilot rents, through `sky_door`, and reaches by ssh, through `remote`."""
 
 import contextlib
+import errno
 import shlex
 import sys
 import tempfile
@@ -10,12 +11,15 @@ from typing import Any, TextIO
 
 import yaml
 
-from launcher.errors import ClusterNotFound, LauncherError, ProviderError
+from launcher import scripts
+from launcher.errors import ClusterNotFound, LauncherError, ProviderError, RunNotFound
 from launcher.files import forgotten, remember, select
 from launcher.lease import hours_within
 from launcher.provider import WORKDIR, Check, ClusterInfo, Cost, Progress, Run, RunStatus, Sent
 from launcher.remote import Remote
 from launcher.sky_door import (
+    ANY,
+    Reader,
     forget_alias,
     launch_command,
     parse,
@@ -33,66 +37,83 @@ _STATUS = {
     "SUCCEEDED": RunStatus.SUCCEEDED,
     "CANCELLED": RunStatus.CANCELLED,
 }
-_EXIT_CODES = ".art-cluster/exit-codes"
-_LEASE_ENDS = ".art-cluster/lease-ends"
-# Part of every setup: a login shell finds `trainer`. On Slurm that shell reads the account's own
-# .bashrc, where SkyPilot's line has moved HOME to the cluster's directory by then.
-_ACTIVATE = """
-line='[ ! -f ~/sky_workdir/.venv/bin/activate ] || . ~/sky_workdir/.venv/bin/activate'
-rc=$(getent passwd "$(id -u)" | cut -d: -f6)/.bashrc
-grep -qxF "$line" "$rc" 2>/dev/null || printf '%s\\n' "$line" >>"$rc"
-"""
+_NOT_FOUND = 102  # of `sky.exceptions.JobExitCode`
 
 
 class SkyProvider:
     """Clusters that SkyPilot rents: on a cloud, on Kubernetes or on Slurm."""
 
-    def launch(self, name: str, task: Task, arguments: Sequence[str]) -> Run | None:
-        # Without its `run`: on Slurm a cluster's first job holds every CPU of it for as long as it
-        # lasts, and nothing could run beside a server that is that job.
-        config = {key: value for key, value in task.config.items() if key != "run"}
-        config["setup"] = _ACTIVATE + (task.config.get("setup") or "")
-        given = self._launch(name, task, config, arguments)
+    def launch(
+        self,
+        name: str,
+        task: Task,
+        arguments: Sequence[str],
+        *,
+        reachable: Callable[[], None] = lambda: None,
+    ) -> Run | None:
+        """Two requests: SkyPilot makes the cluster, then starts setup and server as one job.
+
+        The job of the launch itself would hold every CPU that a Slurm cluster has for as long as
+        it lasts, and nothing could run beside a server that is that job.
+        """
+        command = launch_command()
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / f"{task.path.stem}.yaml"
+            own = ["--yes", "--detach-run", "--cluster", name, str(path)]
+            own += [part for item in task.envs.items() for part in ("--env", "=".join(item))]
+            own += [part for item in task.secrets.items() for part in ("--secret", "=".join(item))]
+            context = parse(command, [*own, *arguments])
+            given: dict[str, Any] = dict(context.params)
+            nodes = given["num_nodes"] or task.config.get("num_nodes") or 1
+            setup = None if self._skips_setup(name, given) else task.config.get("setup")
+            # SkyPilot lets no machine start before every one is set up; one script cannot.
+            apart = setup is not None and nodes > 1
+            left_out = ("run",) if apart else ("run", "setup")
+            config = {key: value for key, value in task.config.items() if key not in left_out}
+            path.write_text(yaml.safe_dump(config, sort_keys=False))
+            self._invoke(name, command, context)
         if given["dryrun"] or given["async_call"]:
             return None
         if workdir := task.config.get("workdir"):
             remember(sent_record(name), Path(workdir), select(Path(workdir)))
-        if not (given["no_setup"] or given["fast"]):
+        reachable()
+        if apart:
             self._wait_for_setup(name)
         envs = {**(given["env_file"] or {}), **dict(given["env"])}
         secrets = {**(given["secret_file"] or {}), **dict(given["secret"])}
         if task.max_cost is not None:
             envs["ART_MAX_HOURS"] = self._hours_within(name, task.max_cost, envs)
+        script = scripts.server(
+            task.config["run"],
+            None if apart else setup,
+            envs,
+            hours_include_setup=task.max_cost is not None,
+        )
         server = {
             "name": given["name"] or task.name,
-            "num_nodes": given["num_nodes"] or task.config.get("num_nodes") or 1,
+            "num_nodes": nodes,
             "resources": self._share(name),
-            "run": f"{_begin_lease(envs)}cd ~/{WORKDIR}\n{task.config['run']}",
+            "run": script,
         }
         return self._exec(name, server, envs, secrets)
 
-    def _launch(
-        self, name: str, task: Task, config: Mapping[str, Any], arguments: Sequence[str]
-    ) -> Mapping[str, Any]:
-        """Run SkyPilot's own `sky launch` in this process and return its parsed arguments.
+    def _skips_setup(self, name: str, given: Mapping[str, Any]) -> bool:
+        """As `sky launch` does; `--fast` means a cluster that is up."""
+        if given["fast"]:
+            return any(it.name == name and it.status == "up" for it in self.clusters())
+        return bool(given["no_setup"])
+
+    def _invoke(self, name: str, command: Any, context: Any) -> None:
+        """Run SkyPilot's own `sky launch` in this process.
 
         It knows every argument and writes the ssh alias, and values given so are in no `ps`.
         """
-        launch = launch_command()
-        with tempfile.TemporaryDirectory() as directory, translated(name):
-            path = Path(directory) / f"{task.path.stem}.yaml"
-            path.write_text(yaml.safe_dump(dict(config), sort_keys=False))
-            own = ["--yes", "--detach-run", "--cluster", name, str(path)]
-            own += [part for item in task.envs.items() for part in ("--env", "=".join(item))]
-            own += [part for item in task.secrets.items() for part in ("--secret", "=".join(item))]
-            context = parse(launch, [*own, *arguments])
-            try:
-                with context:
-                    launch.invoke(context)
-            except SystemExit as exc:  # how SkyPilot's command ends, well or not
-                if exc.code:
-                    raise ProviderError(f"`sky launch` of cluster `{name}` failed") from exc
-        return dict(context.params)
+        try:
+            with translated(name), context:
+                command.invoke(context)
+        except SystemExit as exc:  # how SkyPilot's command ends, well or not
+            if exc.code:
+                raise ProviderError(f"`sky launch` of cluster `{name}` failed") from exc
 
     def _hours_within(self, name: str, max_cost: float, envs: Mapping[str, str]) -> str:
         cost, hours = self.cost(name), float(envs.get("ART_MAX_HOURS") or 0)
@@ -124,7 +145,7 @@ class SkyProvider:
 
     def clusters(self) -> list[ClusterInfo]:
         skypilot = sky()
-        with translated("*"):
+        with translated(ANY):
             # A cluster that tore itself down is not known to be gone before somebody looks.
             records = skypilot.get(skypilot.status(refresh=skypilot.StatusRefreshMode.AUTO))
         return [
@@ -139,19 +160,9 @@ class SkyProvider:
     def run(
         self, name: str, command: str, envs: Mapping[str, str], secrets: Mapping[str, str]
     ) -> Run:
-        # SkyPilot tells whether a job failed, not with which code. One CPU is asked for: a job that
-        # wants the server's GPU would wait for it for ever. A run ends with the lease, as the
-        # server does: a cluster with a run on it is not torn down.
-        script = (
-            f"ends=$(cat ~/{_LEASE_ENDS} 2>/dev/null || echo 0)\n"
-            "left=$(( ends ? ends - $(date +%s) : 0 )); [ $left -ge 0 ] || left=1\n"
-            f"timeout --kill-after=30 $left bash -c {shlex.quote(command)}\n"
-            f"code=$?\nmkdir -p ~/{_EXIT_CODES}\n"
-            f"echo $code >~/{_EXIT_CODES}/$SKYPILOT_INTERNAL_JOB_ID\nexit $code\n"
-        )
-        return self._exec(
-            name, {"name": "run", "resources": {"cpus": 1}, "run": script}, envs, secrets
-        )
+        # One CPU and no GPU: a job that wants the server's would wait for it for ever.
+        config = {"name": "run", "resources": {"cpus": 1}, "run": scripts.run(command)}
+        return self._exec(name, config, envs, secrets)
 
     def _exec(
         self,
@@ -182,13 +193,23 @@ class SkyProvider:
         ]
 
     def exit_code(self, name: str, run_id: str) -> int:
-        text = Remote(name).run(f"cat ~/{_EXIT_CODES}/{int(run_id)} 2>/dev/null || echo 1")
+        text = Remote(name).run(f"cat ~/{scripts.EXIT_CODES}/{int(run_id)} 2>/dev/null || echo 1")
         return int(text)
 
-    def logs(self, name: str, run_id: str, *, follow: bool, tail: int, out: TextIO) -> None:
-        skypilot = sky()
-        with translated(name):
-            skypilot.tail_logs(name, int(run_id), follow=follow, tail=tail, output_stream=out)
+    def logs(self, name: str, run_id: str | None, *, follow: bool, tail: int, out: TextIO) -> None:
+        skypilot, job_id = sky(), None if run_id is None else int(run_id)
+        reader = Reader(out)
+        try:
+            with translated(name):
+                code = skypilot.tail_logs(
+                    name, job_id, follow=follow, tail=tail, output_stream=reader
+                )
+        except KeyboardInterrupt:
+            if reader.gone:
+                raise BrokenPipeError(errno.EPIPE, "nobody reads the log any more") from None
+            raise
+        if code == _NOT_FOUND:
+            raise RunNotFound(f"Cluster `{name}` has no run `{run_id or 1}`")
 
     def read(self, name: str, path: str, *, follow: bool, tail: int, out: TextIO) -> None:
         lines = f"--lines={tail or '+1'}"
@@ -244,7 +265,7 @@ class SkyProvider:
 
     def _lease_ends(self, name: str) -> float | None:
         with contextlib.suppress(LauncherError, ValueError):
-            return float(Remote(name).run(f"cat ~/{_LEASE_ENDS}"))
+            return float(Remote(name).run(f"cat ~/{scripts.LEASE_ENDS}"))
         return None
 
     def checks(self) -> list[Check]:
@@ -263,10 +284,3 @@ class SkyProvider:
             skypilot.get(skypilot.down(name))
         forget_alias(name)
         sent_record(name).unlink(missing_ok=True)
-
-
-def _begin_lease(envs: Mapping[str, str]) -> str:
-    """Note on the cluster when the lease is over, for runs beside the server and for `cost`."""
-    seconds = int(float(envs.get("ART_MAX_HOURS") or 0) * 3600)
-    note = f"echo $(( $(date +%s) + {seconds} )) >" if seconds else "rm -f "
-    return f"mkdir -p ~/.art-cluster; {note}~/{_LEASE_ENDS}\n"

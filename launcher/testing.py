@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TextIO
 
 from kit.manifest import write_manifest
-from launcher.errors import ClusterNotFound
+from launcher.errors import ClusterNotFound, RunNotFound
 from launcher.files import forgotten, remember, select, size
 from launcher.provider import Check, ClusterInfo, Cost, Progress, Run, RunStatus, Sent
 from launcher.task import Task
@@ -35,13 +35,21 @@ class FakeProvider:
     _sizes: dict[str, int] = field(default_factory=dict)
     _runs: dict[str, list[Run]] = field(default_factory=dict)
 
-    def launch(self, name: str, task: Task, arguments: Sequence[str]) -> Run | None:
+    def launch(
+        self,
+        name: str,
+        task: Task,
+        arguments: Sequence[str],
+        *,
+        reachable: Callable[[], None] = lambda: None,
+    ) -> Run | None:
         self.launched.append((name, task, list(arguments)))
         if "--dryrun" in arguments:
             return None
         workdir = Path(task.config.get("workdir") or ".")
         remember(_record(), workdir, select(workdir))
         self._runs.setdefault(name, []).append(Run("1", task.name, RunStatus.RUNNING))
+        reachable()
         return self._runs[name][-1]
 
     def clusters(self) -> list[ClusterInfo]:
@@ -78,8 +86,11 @@ class FakeProvider:
     def exit_code(self, name: str, run_id: str) -> int:
         return self.code
 
-    def logs(self, name: str, run_id: str, *, follow: bool, tail: int, out: TextIO) -> None:
-        out.write(f"output of {run_id}\n")
+    def logs(self, name: str, run_id: str | None, *, follow: bool, tail: int, out: TextIO) -> None:
+        ids = [run.id for run in self.runs(name)]
+        if (run_id or ids[-1]) not in ids:
+            raise RunNotFound(f"Cluster `{name}` has no run `{run_id}`")
+        out.write(f"output of {run_id or ids[-1]}\n")
 
     def read(self, name: str, path: str, *, follow: bool, tail: int, out: TextIO) -> None:
         self.runs(name)

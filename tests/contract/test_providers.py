@@ -15,13 +15,14 @@ import pytest
 
 from kit.manifest import write_manifest
 from launcher.cluster import Cluster
-from launcher.errors import ClusterNotFound, LauncherError, TaskError
+from launcher.errors import ClusterNotFound, LauncherError, ProviderError, TaskError
 from launcher.files import select
 from launcher.local_provider import LocalProvider
 from launcher.provider import STATE_DIR, Provider, RunStatus
 from launcher.settings import Settings
 from launcher.task import Task
 from launcher.testing import FakeProvider
+from tests.serving import free_port
 
 NAME = os.environ.get("ART_TEST_SKYPILOT") or "suite"
 TASK = """
@@ -206,6 +207,26 @@ def test_local_tells_the_exit_code_and_follows_to_the_end(local: LocalProvider) 
     local.logs("art", run.id, follow=False, tail=1, out=out)
     assert out.getvalue() == "two\n"
     local.down("art")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (("set -e", "exit 3"), "The setup of cluster `art` failed"),
+        (("sleep 900", "echo no model; exit 1"), "ended before it was healthy: `no model`"),
+    ],
+)
+def test_local_names_what_failed_before_the_server_was_healthy(
+    task: Task, tmp_path: Path, change: tuple[str, str], sentence: str
+) -> None:
+    task.path.write_text(TASK.replace(*change))
+    provider, shown = LocalProvider(tmp_path / "clusters"), io.StringIO()
+    ports = Settings.model_validate({"port": free_port(), "openai_port": free_port()})
+    cluster = Cluster("art", provider=provider, settings=ports)
+    with pytest.raises(ProviderError, match=sentence) as error:
+        cluster.up(Task.load(task.path, Settings()), every=0.2, log=shown)
+    assert error.value.hint and "launcher logs 1 -c art" in error.value.hint
+    provider.down("art")
 
 
 def test_local_pulls_finished_checkpoints_only(local: LocalProvider, tmp_path: Path) -> None:

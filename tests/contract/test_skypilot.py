@@ -1,5 +1,6 @@
 """Where we hand over to the real SkyPilot: what it parses, and what it says when it cannot."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -43,10 +44,17 @@ def launcher(*arguments: str, home: Path, **environment: str) -> str:
     return done.stderr + done.stdout
 
 
-def test_an_api_server_that_is_dead_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "command", ["ls", "up sky/art-cpu.yaml", "run true", "logs", "cancel 1", "cost", "down --yes"]
+)
+def test_an_api_server_that_is_dead_is_named(tmp_path: Path, command: str) -> None:
     dead = {"SKYPILOT_API_SERVER_ENDPOINT": f"http://127.0.0.1:{free_port()}"}
-    told = launcher("ls", home=tmp_path, **dead)
-    assert told.startswith("error: SkyPilot's API server does not answer\n\nhint: Start it with")
+    told = launcher(*command.split(), home=tmp_path, **dead)
+    assert "error: SkyPilot's API server does not answer\n\nhint: Start it with" in told
+
+
+def test_doctor_names_an_api_server_that_is_dead(tmp_path: Path) -> None:
+    dead = {"SKYPILOT_API_SERVER_ENDPOINT": f"http://127.0.0.1:{free_port()}"}
     told = launcher("doctor", home=tmp_path, **dead)
     assert "BAD  API server: SkyPilot's API server does not answer\n     Start it with" in told
 
@@ -86,3 +94,34 @@ def test_errors_of_skypilot_are_one_sentence_and_a_hint(kind: str, sentence: str
         raise error
     assert ours.value.message == sentence
     assert ours.value.hint
+
+
+def test_a_log_that_nobody_reads_any_more_is_no_lost_connection() -> None:
+    from sky.server import rest
+
+    from launcher.sky_door import Reader
+
+    ours, theirs = os.pipe()
+    os.close(ours)
+    tries = []
+
+    @rest.retry_transient_errors()  # as `tail_logs` is
+    def tail(out: Reader) -> None:
+        tries.append(out)
+        print("line", file=out, flush=True)
+
+    out = os.fdopen(theirs, "w")
+    reader = Reader(out)
+    with pytest.raises(KeyboardInterrupt):
+        tail(reader)
+    assert reader.gone and len(tries) == 1
+    with contextlib.suppress(BrokenPipeError):
+        out.close()
+
+
+def test_what_is_not_about_one_cluster_names_none() -> None:
+    from launcher.sky_door import ANY, translated
+
+    with pytest.raises(LauncherError) as error, translated(ANY):
+        raise RuntimeError("no catalog")
+    assert error.value.message == "SkyPilot failed: no catalog"

@@ -81,6 +81,12 @@ def test_up_twice_starts_one_server(invoke: Invoke, provider: FakeProvider) -> N
     assert len(provider.launched) == 1
 
 
+def test_up_finishes_a_half_made_cluster(invoke: Invoke, provider: FakeProvider) -> None:
+    provider.status = "init"
+    assert invoke("up", "task.yaml", provider=provider).exit_code == 0
+    assert len(provider.launched) == 2
+
+
 def test_env_of_the_command_line_wins_over_the_environment(
     invoke: Invoke, healthy_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
