@@ -28,6 +28,16 @@ class Target:
         other = self.cluster.name != "art"
         return " --local" * self.local + f" -c {self.cluster.name}" * other
 
+    def managed(self) -> Any:
+        """What knows of managed runs, which belong to no cluster of ours."""
+        from launcher import managed
+
+        if self.local or self.named:
+            raise click.UsageError(
+                "`--managed` is on a cluster of SkyPilot's own: leave out `-c` and `--local`"
+            )
+        return managed
+
 
 def on_cluster(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command its Target, and the options that every verb has."""
