@@ -1,8 +1,8 @@
 """The whole life of a cluster on a real Slurm, through SkyPilot, ssh and rsync.
 
 The tests of this module are one story in their order: a cluster comes up, is worked on and torn
-down, a second one is ended by SkyPilot alone, and a third goes away by itself after two minutes in
-which nobody used it: one of the server, one of SkyPilot.
+down, a second one is ended by SkyPilot alone, and a third goes away by itself: its server after a
+minute in which nobody used it, and the rest after two in which nothing ran.
 """
 
 import json
@@ -27,7 +27,7 @@ FINETUNE = (
 # A second cluster need not install what the first one shows: it runs what the laptop has.
 LIGHT = """
 name: light
-resources: {{cpus: 2, memory: 4, autostop: {{idle_minutes: 1, wait_for: jobs, down: true}}}}
+resources: {{cpus: 2, memory: 4, autostop: {{idle_minutes: 2, wait_for: jobs, down: true}}}}
 envs: {{BASE_MODEL: tiny-random}}
 run: |
   {clone}/.venv/bin/trainer serve --engine embedded --port $ART_PORT --openai-port $ART_OPENAI_PORT
