@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -28,7 +29,7 @@ class Target:
         other = self.cluster.name != "art"
         return " --local" * self.local + f" -c {self.cluster.name}" * other
 
-    def managed(self) -> Any:
+    def managed(self) -> ModuleType:
         """What knows of managed runs, which belong to no cluster of ours."""
         from launcher import managed
 
