@@ -19,6 +19,7 @@ from launcher.cli_reports import (
     logs,
     ls,
     megabytes,
+    of_managed,
     progress_bar,
     pull,
     save_to,
@@ -142,16 +143,19 @@ def run(
 
 @cli.command()
 @on_cluster
+@of_managed
 @click.argument("run_id", metavar="RUN")
-def cancel(target: Target, run_id: str) -> None:
+def cancel(target: Target, managed: bool, run_id: str) -> None:
     """End a run; the server itself ends with `launcher down`.
 
     \b
     Example:
       launcher cancel 3
+      launcher cancel --managed 2
     """
-    if target.cluster.cancel(run_id):
-        note(f"Run `{run_id}` is cancelled; see it with `launcher logs {run_id}{target.options}`")
+    if (target.managed() if managed else target.cluster).cancel(run_id):
+        options = " --managed" if managed else target.options
+        note(f"Run `{run_id}` is cancelled; see it with `launcher logs {run_id}{options}`")
     else:
         note(f"Run `{run_id}` was over already")
 
@@ -253,16 +257,13 @@ def down(target: Target, to: Path, discard: bool, yes: bool, as_json: bool) -> N
 def _run_managed(
     target: Target, path: Path, state_dir: str | None, command: tuple[str, ...], wait: bool
 ) -> None:
-    from launcher import managed
     from launcher.task import Task
 
-    if target.local:
-        raise click.UsageError("`--managed` is SkyPilot's, and cannot be `--local`")
-    settings = target.cluster.settings
+    managed, settings = target.managed(), target.cluster.settings
     task = Task.load(path, settings, env_file=target.env_file)
     run_id = managed.start(task, " ".join(command), settings, state_dir=state_dir)
     click.echo(run_id)
-    note(f"Next: `sky jobs logs {run_id}`, `sky jobs queue`, `sky jobs cancel {run_id}`")
+    note(f"Next: `launcher logs --managed {run_id}`; `ls` and `cancel` take `--managed` too")
     if wait:
         sys.exit(0 if managed.wait(run_id) else 1)
 

@@ -20,6 +20,7 @@ HOME = Path("checkpoints")
 """Where `pull` and `down` bring checkpoints when `--to` is not given."""
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
+of_managed = click.option("--managed", is_flag=True, help="Managed runs, of no cluster here.")
 save_to = click.option(
     "--to", type=Path, default=HOME, show_default=True, metavar="DIR", help="Where to save."
 )
@@ -27,17 +28,23 @@ save_to = click.option(
 
 @click.command()
 @on_cluster
+@of_managed
 @as_json
-def ls(target: Target, as_json: bool) -> None:
-    """List the clusters, or with -c the runs of one.
+def ls(target: Target, managed: bool, as_json: bool) -> None:
+    """List the clusters, with -c the runs of one, or with --managed the managed runs.
 
     \b
     Example:
       launcher ls
       launcher ls -c art --json
+      launcher ls --managed
     """
     cluster = target.cluster
-    rows: list[Any] = cluster.runs() if target.named else cluster.provider.clusters()
+    rows: list[Any]
+    if managed:
+        rows = target.managed().runs()
+    else:
+        rows = cluster.runs() if target.named else cluster.provider.clusters()
     if as_json:
         data([vars(row) for row in rows])
         return
@@ -52,8 +59,16 @@ def ls(target: Target, as_json: bool) -> None:
 @click.option("--follow/--no-follow", default=True, show_default=True, help="Go on as it grows.")
 @click.option("--tail", type=click.IntRange(0), default=0, metavar="N", help="The last N lines.")
 @click.option("--bundle", type=Path, metavar="FILE", help="Pack all logs into a .tar.gz instead.")
+@of_managed
 @click.argument("run_id", required=False, metavar="[RUN|server|engine|vllm|learner]")
-def logs(target: Target, follow: bool, tail: int, bundle: Path | None, run_id: str | None) -> None:
+def logs(
+    target: Target,
+    follow: bool,
+    tail: int,
+    bundle: Path | None,
+    managed: bool,
+    run_id: str | None,
+) -> None:
     """Show the output of a run, by default the newest, or of a part of the server.
 
     A bundle for a bug report holds every log, the metrics, and the pictures of packed rows where
@@ -64,8 +79,15 @@ def logs(target: Target, follow: bool, tail: int, bundle: Path | None, run_id: s
       launcher logs
       launcher logs 1 --no-follow --tail 50
       launcher logs learner
+      launcher logs --managed 2
       launcher logs --bundle report.tar.gz
     """
+    if managed:
+        if bundle is not None:
+            raise click.UsageError("`--bundle` is of a cluster, and cannot be `--managed`")
+        with contextlib.suppress(KeyboardInterrupt):
+            target.managed().logs(run_id, follow=follow, tail=tail)
+        return
     if bundle is not None:
         for name in target.cluster.bundle(bundle):
             note(name)

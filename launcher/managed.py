@@ -8,15 +8,24 @@ do, then goes on from the last checkpoint.
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from launcher.endpoints import Endpoints
 from launcher.errors import LauncherError, ProviderError
-from launcher.provider import STATE_DIR, WORKDIR
+from launcher.provider import STATE_DIR, WORKDIR, Run, RunStatus
 from launcher.settings import Settings
 from launcher.sky_door import sky, translated
 from launcher.task import Task
 
+# A run is pending too while SkyPilot brings up a cluster for it, the first or the next.
+_STATUS = {
+    "RUNNING": RunStatus.RUNNING,
+    "WINDING_DOWN": RunStatus.RUNNING,
+    "CANCELLING": RunStatus.RUNNING,
+    "SUCCEEDED": RunStatus.SUCCEEDED,
+    "CANCELLED": RunStatus.CANCELLED,
+}
 _SCRIPT = """\
 mkdir -p ~/{workdir} && cd ~/{workdir} || exit 1
 {state}
@@ -65,17 +74,71 @@ def start(task: Task, command: str, settings: Settings, *, state_dir: str | None
 
 def wait(run_id: str) -> bool:
     """Show the output of a managed run until it is over; whether it went well."""
+    logs(run_id, follow=True)
+    while not (run := _run(run_id)).status.over:
+        time.sleep(5)  # it is between two clusters
+    return run.status is RunStatus.SUCCEEDED
+
+
+def runs() -> list[Run]:
+    """Every managed run that SkyPilot remembers, oldest first."""
+    return _runs(refresh=False)
+
+
+def logs(run_id: str | None, *, follow: bool, tail: int = 0) -> None:
+    """Write the output of a managed run, by default the newest, to stdout."""
+    if run_id is None:
+        if not (known := runs()):
+            raise LauncherError(
+                "There are no managed runs yet",
+                hint="Start one with `launcher run --managed COMMAND`",
+            )
+        run_id = known[-1].id
+    else:
+        _run(run_id)
+    out, skypilot = sys.stdout, sky()
+    with translated(run_id):
+        skypilot.jobs.tail_logs(
+            job_id=int(run_id), follow=follow, tail=tail or None, output_stream=out
+        )
+
+
+def cancel(run_id: str) -> bool:
+    """End a managed run and its cluster; False when it was over already."""
+    if _run(run_id).status.over:
+        return False
     skypilot = sky()
     with translated(run_id):
-        skypilot.jobs.tail_logs(job_id=int(run_id), follow=True, output_stream=sys.stdout)
-        while not (status := _status(skypilot, int(run_id))).is_terminal():
-            time.sleep(5)  # it is between two clusters
-    return bool(status == skypilot.ManagedJobStatus.SUCCEEDED)
+        skypilot.get(skypilot.jobs.cancel(job_ids=[int(run_id)]))
+    return True
 
 
-def _status(skypilot: Any, run_id: int) -> Any:
-    (record,) = skypilot.get(skypilot.jobs.queue(refresh=True, job_ids=[run_id]))
-    return record["status"]
+def _run(run_id: str) -> Run:
+    found = _runs(refresh=True, ids=[int(run_id)]) if run_id.isdecimal() else []
+    if not found:
+        raise LauncherError(
+            f"There is no managed run `{run_id}`", hint="List them with `launcher ls --managed`"
+        )
+    return found[0]
+
+
+def _runs(*, refresh: bool, ids: Sequence[int] | None = None) -> list[Run]:
+    skypilot = sky()
+    with translated("managed"):
+        try:
+            queue = skypilot.jobs.queue_v2(refresh=refresh, job_ids=ids)
+            records, *_ = skypilot.get(queue)
+        except skypilot.exceptions.ClusterNotUpError:
+            return []  # what keeps managed runs was never started
+    return [
+        Run(str(record["job_id"]), record["job_name"], _status(record["status"]))
+        for record in sorted(records, key=lambda record: int(record["job_id"]))
+    ]
+
+
+def _status(status: Any) -> RunStatus:
+    other = RunStatus.FAILED if status.is_terminal() else RunStatus.PENDING
+    return _STATUS.get(status.value, other)
 
 
 def _config(task: Task, command: str, settings: Settings, state_dir: str | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -27,6 +28,16 @@ class Target:
         """What leads another command to the same cluster."""
         other = self.cluster.name != "art"
         return " --local" * self.local + f" -c {self.cluster.name}" * other
+
+    def managed(self) -> ModuleType:
+        """What knows of managed runs, which belong to no cluster of ours."""
+        from launcher import managed
+
+        if self.local or self.named:
+            raise click.UsageError(
+                "`--managed` is on a cluster of SkyPilot's own: leave out `-c` and `--local`"
+            )
+        return managed
 
 
 def on_cluster(command: Callable[..., None]) -> Callable[..., None]:

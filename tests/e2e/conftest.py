@@ -1,15 +1,16 @@
 """A laptop with a fresh clone and an empty home, here or in front of a real Slurm cluster."""
 
+import contextlib
 import fcntl
 import json
 import os
+import random
 import secrets
 import shutil
 import signal
 import socket
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,15 @@ import pytest
 REPOSITORY = Path(__file__).parents[2]
 LAB = Path("/tmp/art-slurm-lab")
 SECRET = f"hf_{secrets.token_hex(16)}"
+# The controller of managed runs lives in the API server of the laptop. Before it replaces a lost
+# cluster SkyPilot asks two public addresses whether the network is there; the lab has only itself.
+CONTROLLER = r"""
+printf 'jobs: {controller: {consolidation_mode: true}}\n' >>~/.sky/config.yaml
+sed -i "s#^_TEST_IP_LIST = .*#_TEST_IP_LIST = ['http://127.0.0.1:46599/api/health']#" \
+  .venv/lib/python3.*/site-packages/sky/backends/backend_utils.py
+"""
+# Tests that run in the background of a shell ignore it, and so would a tunnel that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @dataclass(frozen=True)
@@ -32,8 +42,6 @@ class Laptop:
     """Options that lead a launcher command to the cluster."""
     ports: tuple[int, int]
     """Where the server is reached on this machine."""
-    spare_ports: tuple[int, int] = (0, 0)
-    """For the server of a second cluster."""
     secret: str = SECRET
     """What HF_TOKEN is in its `.env`."""
 
@@ -68,7 +76,21 @@ class Laptop:
         assert process.returncode == 1, f"{command}\n{err}"
         return err
 
-    @contextmanager
+    def take_ports(self) -> None:
+        """Have the next server listen elsewhere, whatever the last one left behind."""
+        write_env(self.clone, self.free_ports())
+
+    @staticmethod
+    def free_ports() -> tuple[int, int]:
+        """Two that nobody listens on, one after the other, below those that clients get."""
+        while True:
+            first = random.randrange(20000, 32000)
+            with socket.socket() as one, socket.socket() as other, contextlib.suppress(OSError):
+                one.bind(("", first))
+                other.bind(("", first + 1))
+                return first, first + 1
+
+    @contextlib.contextmanager
     def tunnel(self) -> Iterator[str]:
         """Hold `launcher tunnel` open, and give the exports that it prints."""
         options = f"{self.target} --port {self.ports[0]} --openai-port {self.ports[1]}"
@@ -88,20 +110,24 @@ class Laptop:
             yield "; ".join(exports)
         finally:
             os.killpg(process.pid, signal.SIGINT)
-            process.communicate(timeout=60)
+            try:
+                process.communicate(timeout=60)
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
 
 
 @pytest.fixture
-def train_two_steps() -> Callable[[Laptop], None]:
-    """The real openpipe-art client registers, rolls out and trains through the tunnel."""
+def train_two_steps() -> Callable[[Laptop, str], None]:
+    """The real openpipe-art client registers, rolls out and trains through an open tunnel."""
 
-    def train(laptop: Laptop) -> None:
-        with laptop.tunnel() as exports:
-            told = laptop.run(
-                # Importing the client would ask the internet for a list of prices.
-                f"{exports}; export LITELLM_LOCAL_MODEL_COST_MAP=True; "
-                ".venv/bin/python tests/e2e/train_two_steps.py e2e tiny ../base"
-            )
+    def train(laptop: Laptop, exports: str) -> None:
+        told = laptop.run(
+            # Importing the client would ask the internet for a list of prices.
+            f"{exports}; export LITELLM_LOCAL_MODEL_COST_MAP=True; "
+            ".venv/bin/python tests/e2e/train_two_steps.py e2e tiny ../base"
+        )
         steps = json.loads(told.splitlines()[-1])
         assert [step["step"] for step in steps] == [1, 2]
         assert all(step["grad_norm"] > 0 for step in steps)
@@ -162,7 +188,7 @@ def local_laptop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laptop]:
         if (REPOSITORY / name).is_file():
             (clone / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / name, clone / name)
-    ports = free_ports()
+    ports = Laptop.free_ports()
     write_env(clone, ports)
     own = str(Path(os.environ.get("VIRTUAL_ENV", "/nowhere")) / "bin")
     environment = {
@@ -186,9 +212,10 @@ def slurm_laptop() -> Iterator[Laptop]:
         up = subprocess.run([script, "up"], capture_output=True, text=True)
         assert up.returncode == 0, up.stdout + up.stderr
         clone = LAB / "home/artdev/art-cluster"
-        write_env(clone, free_ports())
-        prefix = (str(LAB / "as-dev"),)
-        yield Laptop(clone, prefix, os.environ, "", free_ports(), free_ports())
+        laptop = Laptop(clone, (str(LAB / "as-dev"),), os.environ, "", Laptop.free_ports())
+        laptop.take_ports()
+        laptop.run(f"scripts/install; {CONTROLLER}")
+        yield laptop
     finally:
         subprocess.run([script, "down"], check=True)
         lock.close()
@@ -200,10 +227,3 @@ def write_env(clone: Path, ports: tuple[int, int]) -> None:
     (clone / ".env").write_text(text)
     (clone / ".env").chmod(0o600)
     shutil.chown(clone / ".env", clone.owner())
-
-
-def free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as other:
-        one.bind(("127.0.0.1", 0))
-        other.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1]), int(other.getsockname()[1])

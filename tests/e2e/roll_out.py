@@ -1,19 +1,22 @@
-"""Many completions at once through the tunnel, each of which must come back whole.
+"""Completions without a pause through the tunnel, each of which must come back whole.
 
-    OPENAI_BASE_URL=... python tests/e2e/roll_out.py MODEL REQUESTS TOKENS
+    OPENAI_BASE_URL=... python tests/e2e/roll_out.py MODEL AT_ONCE TOKENS ENOUGH
 
-Prints one JSON object: how many choices came, and how many of them finished.
+Keeps AT_ONCE requests under way until there is a file ENOUGH, and waits for the last of them.
+Prints one JSON object: how many answers came, with how many choices, and how many of them finished.
 """
 
 import asyncio
 import json
 import os
 import sys
+from pathlib import Path
+from typing import Any
 
 import httpx
 
 
-async def roll_out(model: str, requests: int, tokens: int) -> dict[str, object]:
+async def roll_out(model: str, at_once: int, tokens: int, enough: Path) -> dict[str, int]:
     body = {
         "model": model,
         "messages": [{"role": "user", "content": "Tell me a story."}],
@@ -21,11 +24,16 @@ async def roll_out(model: str, requests: int, tokens: int) -> dict[str, object]:
         "n": 4,
     }
     url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    answers: list[list[Any]] = []
+
+    async def ask(client: httpx.AsyncClient) -> None:
+        while not enough.exists():
+            answer = await client.post(url, json=body)
+            answers.append(answer.raise_for_status().json()["choices"])
+
     async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
-        answers = await asyncio.gather(*(client.post(url, json=body) for _ in range(requests)))
-    choices = [
-        choice for answer in answers for choice in answer.raise_for_status().json()["choices"]
-    ]
+        await asyncio.gather(*(ask(client) for _ in range(at_once)))
+    choices = [choice for answer in answers for choice in answer]
     return {
         "answers": len(answers),
         "choices": len(choices),
@@ -34,5 +42,6 @@ async def roll_out(model: str, requests: int, tokens: int) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    model, requests, tokens = sys.argv[1:]
-    sys.stdout.write(json.dumps(asyncio.run(roll_out(model, int(requests), int(tokens)))) + "\n")
+    model, at_once, tokens, enough = sys.argv[1:]
+    told = asyncio.run(roll_out(model, int(at_once), int(tokens), Path(enough)))
+    sys.stdout.write(json.dumps(told) + "\n")

@@ -11,13 +11,14 @@ import pytest
 @pytest.mark.timeout(900)
 def test_a_local_cluster_trains_and_its_checkpoints_come_home(
     local_laptop: Any,
-    train_two_steps: Callable[[Any], None],
+    train_two_steps: Callable[[Any, str], None],
     pull_home: Callable[[Any, str], None],
     run_beside: Callable[[Any], None],
 ) -> None:
     laptop = local_laptop
     laptop.run("./launch-cluster.sh --local sky/art-cpu.yaml")
-    train_two_steps(laptop)
+    with laptop.tunnel() as exports:
+        train_two_steps(laptop, exports)
     run_beside(laptop)
     state = "~/.art-cluster/clusters/art/home/sky_workdir/.art"
     pull_home(

@@ -1,8 +1,8 @@
 """The whole life of a cluster on a real Slurm, through SkyPilot, ssh and rsync.
 
 The tests of this module are one story in their order: a cluster comes up, is worked on and torn
-down, a second one is ended by SkyPilot alone, and a third goes away by itself after two minutes in
-which nobody used it: one of the server, one of SkyPilot.
+down, a second one is ended by SkyPilot alone, and a third goes away by itself: its server after a
+minute in which nobody used it, and the rest after two in which nothing ran.
 """
 
 import json
@@ -27,7 +27,7 @@ FINETUNE = (
 # A second cluster need not install what the first one shows: it runs what the laptop has.
 LIGHT = """
 name: light
-resources: {{cpus: 2, memory: 4, autostop: {{idle_minutes: 1, wait_for: jobs, down: true}}}}
+resources: {{cpus: 2, memory: 4, autostop: {{idle_minutes: 2, wait_for: jobs, down: true}}}}
 envs: {{BASE_MODEL: tiny-random}}
 run: |
   {clone}/.venv/bin/trainer serve --engine embedded --port $ART_PORT --openai-port $ART_OPENAI_PORT
@@ -45,7 +45,6 @@ pytestmark = pytest.mark.timeout(1800)
 
 @pytest.fixture(scope="module")
 def laptop(slurm_laptop: Any) -> Any:
-    slurm_laptop.run("scripts/install")
     return slurm_laptop
 
 
@@ -102,7 +101,7 @@ def test_ssh_finds_trainer_and_finetunes(art: Any) -> None:
 def test_a_run_trains_beside_the_server_and_its_log_stays(art: Any) -> None:
     command = (
         "test $(command -v trainer) = $PWD/.venv/bin/trainer && "
-        "LITELLM_LOCAL_MODEL_COST_MAP=True python tests/e2e/train_two_steps.py e2e tiny ../base"
+        "LITELLM_LOCAL_MODEL_COST_MAP=True python tests/e2e/train_two_steps.py e2e beside ../base"
     )
     told = art.run(f"{LAUNCHER} run --wait '{command}; exit 3'", code=3)
     assert '"step": 2' in told
@@ -139,10 +138,10 @@ def test_sync_sends_what_changed_and_deletes_what_is_gone(art: Any) -> None:
     assert there == "two\nmine\n"
 
 
-def test_the_tunnel_opens_again_after_its_ssh_is_killed(
-    art: Any, train_two_steps: Callable[[Any], None]
+def test_the_client_trains_through_a_tunnel_that_opened_again_after_its_ssh_was_killed(
+    art: Any, train_two_steps: Callable[[Any, str], None]
 ) -> None:
-    with art.tunnel():
+    with art.tunnel() as exports:
         health = f"curl --silent --fail http://127.0.0.1:{art.ports[0]}/health"
         art.run(health)
         forward = f"ssh .*-L{art.ports[0]}:127"
@@ -150,6 +149,9 @@ def test_the_tunnel_opens_again_after_its_ssh_is_killed(
         art.run(f"kill -9 {pid}")
         art.run(f"for _ in $(seq 60); do sleep 1; ! {health} || exit 0; done; exit 1")
         assert art.run(f"pgrep -f '^{forward}'").split() != [pid]
+        train_two_steps(art, exports)
+    listed = art.run("ssh -q art ls sky_workdir/.art/e2e/models/tiny/checkpoints")
+    assert listed.split() == ["0000", "0001", "0002"]
 
 
 def test_a_pull_that_was_cut_goes_on_and_every_hash_is_right(art: Any) -> None:
@@ -174,8 +176,7 @@ def test_a_pull_that_was_cut_goes_on_and_every_hash_is_right(art: Any) -> None:
     pulled = json.loads(art.run(f"{LAUNCHER} pull --json"))
     assert [(it["project"], it["model"], it["step"]) for it in pulled] == [
         ("big", "m", 1),
-        *(("e2e", "letters", step) for step in range(3)),
-        *(("e2e", "tiny", step) for step in range(3)),
+        *(("e2e", model, step) for model in ("beside", "letters", "tiny") for step in range(3)),
     ]
     find = "find . -path './*/checkpoints/*' -type f -exec sha256sum {} +"
     there = art.run(f'ssh -q art "cd sky_workdir/.art && {find}"')
@@ -225,7 +226,8 @@ def test_skypilot_passes_the_suite_of_the_providers_and_sky_down_ends_its_cluste
         "ART_TEST_SKYPILOT=art .venv/bin/pytest -q tests/contract/test_providers.py -k skypilot "
         "--basetemp ~/pytest -p no:unraisableexception"
     )
-    laptop.run(".venv/bin/sky down --yes art || true")  # which says so where it went by itself
+    assert left("art") != []
+    laptop.run(".venv/bin/sky down --yes art")
     assert left("art") == []
 
 

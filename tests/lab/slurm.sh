@@ -140,7 +140,7 @@ laptop() {
 allowed_clouds: [slurm]
 slurm:
   allowed_clusters: [lab]
-  provision_timeout: 60
+  provision_timeout: 30
   pricing: {cpu: 0.04, memory: 0.01, accelerators: {H100: 2.50, A100-80GB: 1.50}}
 END
   # SkyPilot downloads its list of GPUs unless it is there.

@@ -1,11 +1,17 @@
 """What a managed run asks SkyPilot for; that it resumes is shown on Slurm."""
 
+import json
 import subprocess
+from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from launcher import managed
+from launcher.cli import cli
 from launcher.errors import LauncherError
 from launcher.managed import _config
 from launcher.settings import Settings
@@ -73,3 +79,91 @@ def test_a_bucket_keeps_the_state_and_skypilot_ends_the_cluster() -> None:
     assert config["file_mounts"]["~/sky_workdir/.art"]["source"] == "s3://mine"
     assert "autostop" not in config["resources"] and "ordered" in config["resources"]
     assert config["resources"]["job_recovery"]
+
+
+class Status(Enum):
+    """SkyPilot's, as far as they differ for us."""
+
+    RUNNING = "RUNNING"
+    RECOVERING = "RECOVERING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED_SETUP = "FAILED_SETUP"
+    CANCELLED = "CANCELLED"
+
+    def is_terminal(self) -> bool:
+        return self not in (Status.RUNNING, Status.RECOVERING)
+
+
+class FakeSky:
+    """SkyPilot with some managed runs; a request's id is its answer."""
+
+    exceptions = SimpleNamespace(ClusterNotUpError=type("ClusterNotUpError", (Exception,), {}))
+
+    def __init__(self, *statuses: Status) -> None:
+        self.jobs = self
+        self.statuses = dict(enumerate(statuses, 1))
+
+    def get(self, request: Any) -> Any:
+        if not self.statuses:
+            raise self.exceptions.ClusterNotUpError
+        return request
+
+    def queue_v2(self, *, refresh: bool, job_ids: list[int] | None) -> tuple[Any, int]:
+        wanted = self.statuses if job_ids is None else set(job_ids) & set(self.statuses)
+        rows = [{"job_id": i, "job_name": "art", "status": self.statuses[i]} for i in wanted]
+        return rows[::-1], len(rows)
+
+    def tail_logs(self, *, job_id: int, follow: bool, tail: int | None, output_stream: Any) -> None:
+        output_stream.write(f"run {job_id}, {follow}, {tail}\n")
+
+    def cancel(self, *, job_ids: list[int]) -> None:
+        self.statuses |= dict.fromkeys(job_ids, Status.CANCELLED)
+
+
+@pytest.fixture
+def invoke(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def run(skypilot: FakeSky, *arguments: str) -> Any:
+        monkeypatch.setattr(managed, "sky", lambda: skypilot)
+        return CliRunner(mix_stderr=False).invoke(cli, arguments)
+
+    return run
+
+
+def test_managed_runs_are_listed_as_other_runs_are(invoke: Any) -> None:
+    told = json.loads(invoke(FakeSky(*Status), "ls", "--managed", "--json").stdout)
+    assert [run["id"] for run in told] == ["1", "2", "3", "4", "5"]
+    statuses = ["running", "pending", "succeeded", "failed", "cancelled"]
+    assert [run["status"] for run in told] == statuses
+    assert invoke(FakeSky(), "ls", "--managed", "--json").stdout == "[]\n"
+
+
+def test_logs_are_of_the_newest_managed_run_or_of_the_named_one(invoke: Any) -> None:
+    sky = FakeSky(Status.SUCCEEDED, Status.RUNNING)
+    assert invoke(sky, "logs", "--managed").stdout == "run 2, True, None\n"
+    told = invoke(sky, "logs", "--managed", "1", "--no-follow", "--tail", "5")
+    assert told.stdout == "run 1, False, 5\n"
+
+
+def test_a_managed_run_is_cancelled_once(invoke: Any) -> None:
+    sky = FakeSky(Status.RECOVERING)
+    assert "is cancelled" in invoke(sky, "cancel", "--managed", "1").stderr
+    assert sky.statuses == {1: Status.CANCELLED}
+    assert "was over already" in invoke(sky, "cancel", "--managed", "1").stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["logs"], "no managed runs yet"), (["logs", "7"], "no managed run `7`"),
+     (["cancel", "x"], "no managed run `x`")],
+)  # fmt: skip
+def test_a_managed_run_that_is_not_there_is_named(
+    invoke: Any, arguments: list[str], message: str
+) -> None:
+    assert message in invoke(FakeSky(), *arguments, "--managed").exception.message
+
+
+@pytest.mark.parametrize("option", ["--local", "-cart"])
+def test_a_managed_run_is_of_no_cluster_of_ours(invoke: Any, option: str) -> None:
+    for verb in (["ls"], ["logs"], ["cancel", "1"], ["run", "true"]):
+        told = invoke(FakeSky(), *verb, "--managed", option)
+        assert told.exit_code == 2 and "leave out `-c` and `--local`" in told.stderr

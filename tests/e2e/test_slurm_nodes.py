@@ -1,0 +1,215 @@
+"""More than one machine, and machines that are lost, on a real Slurm through SkyPilot.
+
+Three stories on one lab: the second GPU in line is taken when the first is not free; two machines
+sample and train as one, also when one of them is killed; and a managed run outlives its cluster.
+The GPUs of the lab are declared, not real.
+
+Each story has ports of its own, and ends what it started also when it fails. It waits for as long
+as something happens, since the machine that plays all of this may be a busy one.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+LAB = Path("/tmp/art-slurm-lab")
+LAUNCHER = ".venv/bin/launcher"
+# Runs what the laptop has installed: a managed run gets two clusters, and setup is shown elsewhere.
+MANAGED = """
+name: managed
+resources: {{cpus: 2, memory: 4}}
+envs: {{BASE_MODEL: tiny-random}}
+run: |
+  {clone}/.venv/bin/trainer serve --engine embedded --port $ART_PORT --openai-port $ART_OPENAI_PORT
+"""
+PYTHON = "LITELLM_LOCAL_MODEL_COST_MAP=True {clone}/.venv/bin/python {clone}/tests/e2e"
+SERVES = "serves, one of 2 replicas"
+pytestmark = pytest.mark.timeout(1800)
+
+
+@pytest.fixture
+def laptop(slurm_laptop: Any) -> Iterator[Any]:
+    slurm_laptop.take_ports()
+    slurm_laptop.clone.parent.chmod(0o755)  # the account may run what the laptop installed
+    yield slurm_laptop
+    if jobs(""):  # the story broke off
+        slurm_laptop.run(".venv/bin/sky jobs cancel --all --yes || true")
+        slurm_laptop.run(".venv/bin/sky down --all --yes || true")
+        slurm("scancel", "--user=arthpc")
+        until(lambda: not jobs(""), lambda: str(jobs("")))
+
+
+def slurm(*command: str) -> str:
+    environment = {**os.environ, "SLURM_CONF": str(LAB / "slurm/slurm.conf")}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def jobs(name: str) -> list[str]:
+    """Name, GPUs and nodes of the Slurm jobs of a cluster."""
+    listed = slurm("squeue", "--noheader", "--format=%j %b %N").splitlines()
+    return [line for line in listed if line.startswith(name)]
+
+
+def until(
+    condition: Callable[[], Any], progress: Callable[[], str], told: Callable[[], str] = str
+) -> Any:
+    """Wait for `condition` for as long as `progress` tells something new within five minutes."""
+    seen, since = progress(), time.monotonic()
+    while not (found := condition()):
+        if (now := progress()) != seen:
+            seen, since = now, time.monotonic()
+        assert time.monotonic() < since + 300, seen + told()
+        time.sleep(1)
+    return found
+
+
+def test_an_h100_that_is_taken_is_followed_by_an_a100_and_half_a_cluster_goes_too(
+    laptop: Any,
+) -> None:
+    task = (laptop.clone / "sky/art.yaml").read_text()
+    # Where it runs is shown, not what: that needs the GPU itself.
+    task = re.sub(r"(?ms)^(setup|run|workdir):.*?(?=^\S|\Z)", "", task)
+    (laptop.clone / "stub.yaml").write_text(f"{task}\nrun: sleep 1800\n")
+    hold = ["srun", "--gres=gpu:H100:1", "--mem=100", "--job-name=holder", "sleep", "1800"]
+    environment = {**os.environ, "SLURM_CONF": str(LAB / "slurm/slurm.conf")}
+    with subprocess.Popen(hold, env=environment, stderr=subprocess.DEVNULL) as holder:
+        try:
+            until(lambda: "art-n1" in str(jobs("holder")), lambda: str(jobs("")))
+            launch = laptop.start("./launch-cluster.sh --infra slurm/lab -c failover stub.yaml")
+            until(lambda: " art-n" in str(jobs("failover-")), lambda: str(jobs("")))
+            (job,) = jobs("failover-")
+        finally:
+            slurm("scancel", "--name=holder")
+            holder.wait()
+    assert "gpu:A100-80GB:1" in job and job.endswith(" art-n2"), job
+    laptop.run(f"{LAUNCHER} down -c failover --discard --yes")
+    until(lambda: not jobs("failover-"), lambda: str(jobs("")))
+    _, err = launch.communicate()
+    assert launch.returncode == 1 and "\nerror: " in err, err
+
+
+def test_two_machines_sample_and_train_as_one_and_a_killed_one_loses_no_request(
+    laptop: Any,
+) -> None:
+    python = PYTHON.format(clone=laptop.clone)
+    # The learner's processes meet at the port below the one of the nodes.
+    overrides = {"ENGINE": "embedded", "NODES_PORT": laptop.free_ports()[1]}
+    overrides |= {"BASE_MODEL": "tiny-random", "ENGINE_DEVICES": "", "LEARNER_DEVICES": ""}
+    envs = " ".join(f"--env {name}={value}" for name, value in overrides.items())
+    laptop.run(
+        f"./launch-cluster.sh sky/art-multi-node.yaml --gpus none --cpus 4 --memory 8 {envs}"
+    )
+    (job,) = jobs("art-")
+    assert job.endswith(" art-n[1-2]"), job
+    until(lambda: server_log().count(SERVES) == 1, server_log)
+    enough = laptop.clone / "enough"
+    with laptop.tunnel() as exports:
+        laptop.run(f"{exports}; {python}/train_until.py tiny 2 0")
+        engine = node_engine()
+        idle = ticks(engine)
+        rollouts = laptop.start(f"{exports}; {python}/roll_out.py tiny 16 200 {enough}")
+        try:
+            # It samples: two tenths of a second of a CPU are more than a heartbeat takes.
+            until(lambda: ticks(engine) > idle + 20, lambda: f"{rollouts.poll()}\n{server_log()}")
+            os.kill(parent(engine), signal.SIGKILL)  # `trainer engine` itself, and so its engine
+            until(lambda: "is lost with" in server_log(), server_log)
+        finally:
+            enough.touch()
+            told = json.loads(laptop.finish(rollouts))
+        assert told["answers"] >= 16
+        assert told["choices"] == told["finished"] == 4 * told["answers"]
+        until(lambda: server_log().count(SERVES) == 2, server_log)
+        # The learner's world was broken by that too, and is whole again.
+        laptop.run(f"{exports}; {python}/train_until.py tiny 3 0")
+    server = laptop.run(f"{LAUNCHER} logs server --no-follow")
+    assert re.search(r"`art-n2` is lost with [1-9]\d* choices under way", server), server
+    learner = laptop.run("ssh -q art cat sky_workdir/.art/nodes/art-n2/logs/learner.log")
+    assert learner.count("process 1 of 2 has joined") >= 2
+    history = laptop.run("ssh -q art cat sky_workdir/.art/e2e/models/tiny/history.jsonl")
+    rows = [json.loads(line) for line in history.splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["loss/grad_norm"] > 0 for row in rows)
+    assert all(row["canary/logprob_difference"] < 1e-3 for row in rows)
+    laptop.run(f"{LAUNCHER} down --yes")
+    until(lambda: not jobs("art-"), lambda: str(jobs("")))
+
+
+def server_log() -> str:
+    """What `launcher logs server` shows, without the seconds that it takes to ask SkyPilot."""
+    logs = (LAB / "home/arthpc/.sky_clusters").glob("art-*/sky_logs/*/tasks/*.log")
+    return "".join(path.read_text(errors="replace") for path in sorted(logs))
+
+
+def node_engine() -> int:
+    """The process that samples on the second machine: a child of `trainer engine`."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            if "trainer.engines.embedded_worker" in path.read_text().split("\0"):
+                above = Path(f"/proc/{parent(int(path.parent.name))}/cmdline").read_text()
+                if "engine" in above.split("\0"):  # of the head it is a child of `trainer serve`
+                    return int(path.parent.name)
+    raise AssertionError("no engine runs on the second machine")
+
+
+def ticks(pid: int) -> int:
+    """How long a process has computed, in hundredths of a second."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11])
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+def test_a_managed_run_that_slurm_cancels_goes_on_from_its_last_checkpoint(laptop: Any) -> None:
+    (laptop.clone / "managed.yaml").write_text(MANAGED.format(clone=laptop.clone))
+    state = LAB / "home/arthpc/state"  # the account's own home, which every cluster of it sees
+    checkpoints = state / "e2e/models/kept/checkpoints"
+    (laptop.clone / ".env").chmod(0o644)  # ART's client reads the one above its own files
+    command = f"{PYTHON.format(clone=laptop.clone)}/train_until.py kept 4 5"
+    run_id = laptop.run(
+        f"{LAUNCHER} run --managed --task managed.yaml --state-dir {state} '{command}'"
+    ).strip()
+
+    def progress() -> str:
+        return f"{sorted(checkpoints.glob('*'))} {jobs('')}"
+
+    def status() -> str:
+        (run,) = json.loads(laptop.run(f"{LAUNCHER} ls --managed --json"))
+        assert run["id"] == run_id
+        return str(run["status"])
+
+    def told() -> str:
+        return status() + laptop.run(f"{LAUNCHER} logs --managed {run_id} --no-follow")
+
+    until((checkpoints / "0001/manifest.json").exists, progress, told)
+    (job,) = jobs("managed-")
+    slurm("scancel", f"--name={job.split()[0]}")
+    before = hashes(checkpoints)
+    assert not (checkpoints / "0004").exists()
+    until((checkpoints / "0004/manifest.json").exists, progress, told)
+    until(lambda: status() == "succeeded", progress, told)
+    assert "goes on from step" in laptop.run(f"{LAUNCHER} logs --managed")
+    after = hashes(checkpoints)
+    assert {path: after[path] for path in before} == before
+    history = (state / "e2e/models/kept/history.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in history] == [1, 2, 3, 4]
+
+
+def hashes(checkpoints: Path) -> dict[str, str]:
+    """Of every file of a whole checkpoint."""
+    return {
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in checkpoints.glob("[0-9]*/*")
+    }
