@@ -192,20 +192,6 @@ def test_the_lease_in_dollars_became_hours_by_the_price_of_the_cluster(art: Any)
     assert cost["projected"] == pytest.approx(1, abs=0.02)
 
 
-def test_what_cannot_be_is_one_sentence_and_a_hint(art: Any) -> None:
-    for command, sentence in (
-        ("up -c huge sky/art-cpu.yaml --cpus 999", "Nobody has what `huge` asks for"),
-        ("up -c huge sky/art-cpu.yaml --nonsense", "`sky launch` does not take these arguments"),
-        ("run -c none true", "There is no cluster `none`"),
-        ("pull -c none", "There is no cluster `none`"),
-    ):
-        told = art.fails(f"{LAUNCHER} {command}").strip().splitlines()
-        assert any(line.startswith(f"error: {sentence}") for line in told), told
-        assert told[-1].startswith("hint: "), told
-    dead = art.fails(f"SKYPILOT_API_SERVER_ENDPOINT=http://127.0.0.1:9 {LAUNCHER} ls")
-    assert "API server does not answer" in dead and "sky api start" in dead
-
-
 def test_down_leaves_nothing_and_may_be_repeated(art: Any, secret_seen: list[str]) -> None:
     told = art.run(f"{LAUNCHER} down --yes 2>&1")
     assert "every file matches its sha256" in told and re.search(r"it cost \$\d", told)
@@ -220,8 +206,6 @@ def test_down_leaves_nothing_and_may_be_repeated(art: Any, secret_seen: list[str
 def test_skypilot_passes_the_suite_of_the_providers_and_sky_down_ends_its_cluster(
     laptop: Any,
 ) -> None:
-    # Task and arguments of `sky launch` in any order; the GPUs of the lab are declared, not real.
-    laptop.run("./launch-cluster.sh --dryrun --infra slurm/lab -c gpu sky/art.yaml")
     laptop.run(  # SkyPilot leaves files open and processes behind, which are not the suite's
         "ART_TEST_SKYPILOT=art .venv/bin/pytest -q tests/contract/test_providers.py -k skypilot "
         "--basetemp ~/pytest -p no:unraisableexception"
@@ -231,19 +215,47 @@ def test_skypilot_passes_the_suite_of_the_providers_and_sky_down_ends_its_cluste
     assert left("art") == []
 
 
-def test_an_idle_cluster_goes_away_by_itself(laptop: Any) -> None:
-    """Last and alone: a second cluster's launch ends what would tear down one on its machine."""
+@pytest.fixture(scope="module")
+def brief(laptop: Any) -> Any:
+    """A cluster that nobody uses, beside which nothing more is launched.
+
+    Another launch would end what tears down a cluster on the same machine.
+    """
     laptop.clone.parent.chmod(0o755)  # the account may run what the laptop installed
     (laptop.clone / "light.yaml").write_text(LIGHT.format(clone=laptop.clone))
     laptop.run("./launch-cluster.sh -c brief --idle-minutes 1 light.yaml")
     assert left("brief") != []
+    return laptop
+
+
+def test_a_rehearsal_launches_nothing(brief: Any) -> None:
+    # Task and arguments of `sky launch` in any order; the GPUs of the lab are declared, not real.
+    told = brief.run("./launch-cluster.sh --dryrun --infra slurm/lab -c gpu sky/art.yaml 2>&1")
+    assert "Nothing was launched" in told and left("gpu") == []
+
+
+def test_what_cannot_be_is_one_sentence_and_a_hint(brief: Any) -> None:
+    for command, sentence in (
+        ("up -c huge sky/art-cpu.yaml --cpus 999", "Nobody has what `huge` asks for"),
+        ("up -c huge sky/art-cpu.yaml --nonsense", "`sky launch` does not take these arguments"),
+        ("run -c none true", "There is no cluster `none`"),
+        ("pull -c none", "There is no cluster `none`"),
+    ):
+        told = brief.fails(f"{LAUNCHER} {command}").strip().splitlines()
+        assert any(line.startswith(f"error: {sentence}") for line in told), told
+        assert told[-1].startswith("hint: "), told
+    dead = brief.fails(f"SKYPILOT_API_SERVER_ENDPOINT=http://127.0.0.1:9 {LAUNCHER} ls")
+    assert "API server does not answer" in dead and "sky api start" in dead
+
+
+def test_an_idle_cluster_goes_away_by_itself(brief: Any) -> None:
     for _ in range(200):
         if not left("brief"):
             break
         time.sleep(3)
     assert left("brief") == []
-    assert json.loads(laptop.run(f"{LAUNCHER} ls --json")) == []
-    laptop.run(f"{LAUNCHER} down -c brief --yes")
+    assert json.loads(brief.run(f"{LAUNCHER} ls --json")) == []
+    brief.run(f"{LAUNCHER} down -c brief --yes")
 
 
 def left(cluster: str) -> list[str]:
