@@ -9,6 +9,7 @@ from trainer.base_models import resolve
 from trainer.channel import Worker, visible
 from trainer.config import ServerConfig
 from trainer.engines import choose
+from trainer.engines.replicas import Replicas
 from trainer.engines.vllm import VllmEngine
 from trainer.engines.vllm_args import check, defaults, flags, rank_for
 from trainer.errors import Unsupported, WorkerDied
@@ -76,6 +77,15 @@ def test_fp8_is_for_vllm_on_a_card_and_reaches_learner_and_engine_alike(
     engine = choose.create_engine(config, "base", resolve("tiny-random"), tmp_path)
     assert isinstance(engine, VllmEngine)
     assert engine._arguments["quantization"] == "fp8_per_channel"
+    joined = {"nodes_host": "127.0.0.1", "api_key": "secret"}
+    several = choose.create_engine(
+        ServerConfig.model_validate({**config.model_dump(), **joined}),
+        "base",
+        resolve("tiny-random"),
+        tmp_path,
+    )
+    assert isinstance(several, Replicas)
+    assert several._meeting.about["engine_args"] == {"quantization": "fp8_per_channel"}
     learner = Learner("base", log=tmp_path / "log", config=config)
     assert learner._worker._command[-2:] == ["--quantization", "fp8"]
     for change, match in (

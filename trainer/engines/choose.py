@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from kit.errors import ConfigError, NotInstalled
 from trainer.config import ServerConfig
@@ -31,7 +31,7 @@ def create_engine(config: ServerConfig, base_model: str, directory: Path, logs: 
     about = {
         "base_model": base_model,
         "engine": chosen(config),
-        "engine_args": config.engine_args,
+        "engine_args": vllm_arguments(config),
         "rank": config.lora.rank,
         "learner": learner if config.nodes > 1 else None,
     }
@@ -61,10 +61,15 @@ def _own_engine(config: ServerConfig, directory: Path, *, log: Path) -> Engine:
         log=log,
         rank=config.lora.rank,
         cuda=has_cuda(),
-        arguments={**vllm_args.quantization(config.quantization), **config.engine_args},
+        arguments=vllm_arguments(config),
         devices=config.engine_devices,
         shared=_shares_devices(config),
     )
+
+
+def vllm_arguments(config: ServerConfig) -> dict[str, Any]:
+    """What this server's vLLM is started with, and that of every machine that joins it."""
+    return {**vllm_args.quantization(config.quantization), **config.engine_args}
 
 
 def _check_quantization(config: ServerConfig) -> None:

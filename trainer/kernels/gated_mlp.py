@@ -23,8 +23,8 @@ def gated_mlp(
     (first, first_bias), (second, second_bias) = gate_up, down
     if isinstance(first, Tensor) or isinstance(second, Tensor):
         assert isinstance(first, Tensor) and isinstance(second, Tensor)
-        product = linear(x, first, first_bias)
-        inner, down_low, _ = lora_swiglu(product, low, gate_b, up_b, down_a)
+        both = linear(x, first, first_bias)
+        inner, down_low, _ = lora_swiglu(both, low, gate_b, up_b, down_a)
         out = linear(inner, second, second_bias)
         return out + linear(down_low, down_b)
     inner, down_low, peaks = _Fp8Middle.apply(x, *first, first_bias, low, gate_b, up_b, down_a)
