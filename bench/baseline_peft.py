@@ -6,6 +6,7 @@ torchao that TorchTune needs, so PYTHONPATH must lead to a peft without it.
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import sys
@@ -61,14 +62,13 @@ def main() -> None:
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for _ in range(4):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(5)]
+    marks[0].record()
+    for mark in marks[1:]:
         step()
-        end.record()
-        torch.cuda.synchronize()
-        seconds.append(start.elapsed_time(end) / 1000)
+        mark.record()
+    torch.cuda.synchronize()
+    seconds = [start.elapsed_time(end) / 1000 for start, end in itertools.pairwise(marks)]
     median = statistics.median(seconds)
     json.dump(
         {

@@ -5,6 +5,7 @@ inherits the other's memory, and writes the table to `bench/results/`.
 """
 
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -63,20 +64,19 @@ CASES = {
 
 
 def measure(step: Callable[[], Any], *, warm: int = 3, repeats: int = 7) -> dict[str, float]:
-    """Median seconds of a step, and the peak memory of one."""
+    """Median seconds of a step among others, as rows follow each other, and the peak memory."""
     for _ in range(warm):
         step()
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
         step()
-        end.record()
-        torch.cuda.synchronize()
-        seconds.append(start.elapsed_time(end) / 1000)
+        mark.record()
+    torch.cuda.synchronize()
+    seconds = [start.elapsed_time(end) / 1000 for start, end in itertools.pairwise(marks)]
     return {
         "seconds": statistics.median(seconds),
         "spread": max(seconds) - min(seconds),
@@ -100,7 +100,7 @@ def matmul_parameters(config: Config) -> int:
     return int(config["num_hidden_layers"] * layer + config["vocab_size"] * dim)
 
 
-def ours(case: Case, *, limit_gib: float | None = None, chunk: int = 4096) -> Json:
+def ours(case: Case, *, limit_gib: float | None = None) -> Json:
     """Our learner's forward and backward pass over the case's packed row."""
     device = torch.device("cuda")
     limit = None if limit_gib is None else int(limit_gib * GIB)
@@ -111,7 +111,7 @@ def ours(case: Case, *, limit_gib: float | None = None, chunk: int = 4096) -> Js
     def step() -> None:
         for parameter in parameters:
             parameter.grad = None
-        logprobs, _ = row_logprobs(policy, row, chunk=chunk)
+        logprobs, _ = row_logprobs(policy, row)
         weighted_loss(logprobs).backward()
 
     found = measure(step)

@@ -109,8 +109,8 @@ class GrpoConfig(Config):
     """Tokens in a packed row; None is the longest sequence, rounded up to 2,048."""
     max_seq_length: int | None = Field(None, ge=16)
     """Longest sequence; a longer trajectory is dropped and counted. None is the model's limit."""
-    logprob_calculation_chunk_size: int = Field(1024, ge=1)
-    """Tokens whose logits are in memory at once."""
+    logprob_calculation_chunk_size: int | None = Field(None, ge=1)
+    """Tokens whose logits are in memory at once; None is 8,192 on a GPU, 1,024 elsewhere."""
     activation_checkpointing: bool | None = None
     """Recompute each layer in the backward pass: slower, with far less memory. None does so on a
     GPU for as many layers as its free memory asks for."""

@@ -6,14 +6,16 @@ gathered on the same walk: the backward pass is one multiplication.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-VOCABULARY_CHUNK = 16_384
+# Tokens and vocabulary of a chunk. A GPU's products are the faster the larger they are.
+CHUNKS = {"cpu": (1024, 16_384), "cuda": (8192, 38_016)}
+WHOLE = 128  # tokens of a tile of such a product
 
 
 def chosen_logprobs(
@@ -21,14 +23,17 @@ def chosen_logprobs(
     head: Tensor,  # [V, D]
     targets: Tensor,  # [N]
     *,
-    chunk: int = 1024,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs [N] of `targets` (with gradient) and entropies [N] (without), both in fp32."""
+    """Logprobs [N] of `targets` (with gradient) and entropies [N] (without), both in fp32.
+
+    `chunk` is how many tokens have logits at once; None is what suits the device.
+    """
     count = len(targets)
+    chunk = chunk or CHUNKS[hidden.device.type][0]
     if hidden.is_cuda:
-        # Whole chunks only: one shape is one compilation.
-        hidden = pad(hidden, (0, 0, 0, -count % chunk))
-        targets = pad(targets, (0, -count % chunk))
+        hidden = pad(hidden, (0, 0, 0, -count % WHOLE))
+        targets = pad(targets, (0, -count % WHOLE))
     found = [
         _Logprobs.apply(hidden[at : at + chunk], head, targets[at : at + chunk])  # type: ignore[no-untyped-call]
         for at in range(0, len(targets), chunk)
@@ -62,10 +67,38 @@ def _absorb(
     return peak, total, weighted, mean, torch.where(here, chosen, picked)
 
 
+def _finish(
+    head: Tensor,
+    targets: Tensor,
+    highest: Tensor,
+    total: Tensor,
+    weighted: Tensor,
+    mean: Tensor | None,
+    picked: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Logprobs, entropies and normalisers [N], and the direction [N, D] of the gradient."""
+    normaliser = highest + total.log()
+    direction = None if mean is None else head[targets].float() - mean / total[:, None]
+    return picked - normaliser, normaliser - weighted / total, normaliser, direction
+
+
+def _scale(grad: Tensor, direction: Tensor, dtype: torch.dtype) -> Tensor:
+    return (grad[:, None] * direction).to(dtype)
+
+
 @functools.cache
-def _compiled_absorb() -> Callable[..., Any]:
-    """Compiled, what follows the multiplication is two passes over the logits, not eight."""
-    return torch.compile(_absorb, dynamic=False)
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)
+
+
+def _run(function: Callable[..., Any], count: int, *given: Any) -> Any:
+    """Compiled on a GPU, once for all counts of tokens: two passes over the logits, not eight."""
+    if not given[0].is_cuda:
+        return function(*given)
+    for tensor in given:
+        if isinstance(tensor, Tensor) and len(tensor) == count:
+            torch._dynamo.mark_dynamic(tensor, 0)
+    return _compiled(function)(*given)
 
 
 class _Logprobs(torch.autograd.Function):
@@ -76,18 +109,14 @@ class _Logprobs(torch.autograd.Function):
         total, weighted, picked = (torch.zeros_like(highest) for _ in range(3))
         want_direction = ctx.needs_input_grad[0]
         mean = hidden.new_zeros(hidden.shape, dtype=torch.float32) if want_direction else None
-        absorb = _compiled_absorb() if hidden.is_cuda else _absorb
-        for start in range(0, len(head), VOCABULARY_CHUNK):
-            weights = head[start : start + VOCABULARY_CHUNK]
-            highest, total, weighted, mean, picked = absorb(
-                hidden, weights, targets - start, highest, total, weighted, mean, picked
-            )
-        normaliser = highest + total.log()
-        direction = None if mean is None else head[targets].float() - mean / total[:, None]
+        for start, weights in _parts(head):
+            given = (targets - start, highest, total, weighted, mean, picked)
+            highest, total, weighted, mean, picked = _run(_absorb, count, hidden, weights, *given)
+        sums = (highest, total, weighted, mean, picked)
+        logprobs, entropies, normaliser, direction = _run(_finish, count, head, targets, *sums)
         ctx.save_for_backward(direction, *_kept(ctx, hidden, head, targets, normaliser))
-        entropies = normaliser - weighted / total
         ctx.mark_non_differentiable(entropies)
-        return picked - normaliser, entropies
+        return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -95,19 +124,24 @@ class _Logprobs(torch.autograd.Function):
         grad = grads[0]
         grad_hidden = None
         if direction is not None:
-            grad_hidden = (grad[:, None] * direction).to(ctx.dtype)
+            grad_hidden = _run(_scale, len(grad), grad.contiguous(), direction, ctx.dtype)
         grad_head = None
         if head is not None:
             # Full finetuning trains the head too: walk the vocabulary once more.
             grad_head = torch.zeros_like(head)
-            for start in range(0, len(head), VOCABULARY_CHUNK):
-                weights = head[start : start + VOCABULARY_CHUNK]
+            for start, weights in _parts(head):
                 slopes = -((hidden @ weights.t()).float() - normaliser[:, None]).exp()
-                grad_head[start : start + VOCABULARY_CHUNK] = (slopes * grad[:, None]).to(
-                    hidden.dtype
-                ).t() @ hidden
+                slopes = (slopes * grad[:, None]).to(hidden.dtype)
+                grad_head[start : start + len(weights)] = slopes.t() @ hidden
             grad_head.index_add_(0, targets, (grad[:, None] * hidden.float()).to(head.dtype))
         return grad_hidden, grad_head, None
+
+
+def _parts(head: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The chunks of the vocabulary, each with where it starts."""
+    _, size = CHUNKS[head.device.type]
+    for start in range(0, len(head), size):
+        yield start, head[start : start + size]
 
 
 def _kept(

@@ -130,7 +130,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         positions: Tensor,
         predictors: Tensor,  # [N] index into the B * T tokens
         targets: Tensor,  # [N]
-        chunk: int = 1024,
+        chunk: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logprobs [N] of `targets`, each predicted at its predictor, and entropies [N]."""
         result: tuple[Tensor, Tensor] = self(
@@ -156,7 +156,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         *,
         mask: Mask = None,
         positions: Tensor | None = None,
-        chosen: tuple[Tensor, Tensor, int] | None = None,
+        chosen: tuple[Tensor, Tensor, int | None] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """What `hidden` and `logprobs` give. One entry, since FSDP gathers weights at it."""
         if positions is None:

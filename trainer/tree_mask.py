@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+CPU = torch.device("cpu")
 BLOCK = 128
 SHORTEST = 2048
 
@@ -56,48 +59,53 @@ class Tree:
         return [mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices]
 
 
-def subtree_ends(
-    segments: Tensor,  # [T] segment of each token, in the row's order
-    ancestors: Tensor,  # [S, S] True where a segment may look at another, itself included
-) -> Tensor:
-    """[T] where the subtree of each token's segment ends."""
-    ends = torch.zeros(len(ancestors), dtype=torch.long, device=segments.device)
-    places = torch.arange(1, len(segments) + 1, device=segments.device)
-    ends.scatter_reduce_(0, segments, places, "amax")  # [S] where each segment itself ends
-    last = torch.where(ancestors, ends[:, None], 0).amax(dim=0)  # [S]
-    return last[segments]
-
-
-def tree_mask(ends: Tensor, length: int, *, apart: Sequence[int] = ()) -> Tree:
+def tree_mask(
+    ends: Sequence[int] | NDArray[np.int64],  # [T] where the subtree of each token's segment ends
+    length: int,
+    *,
+    apart: Sequence[int] = (),
+    device: torch.device = CPU,
+) -> Tree:
     """The mask of a row padded to `length`, a multiple of the block; padding sees itself alone.
 
     `apart` are the lengths of its sequences, where none shares anything: padding is one more.
+    It is made on the CPU and sent to `device` without waiting for what is under way there.
     """
     lengths = [*apart, length - len(ends)] if apart and length > len(ends) else list(apart)
     bounds = torch.zeros(length + 1, dtype=torch.int32)
     bounds[1 : len(lengths) + 1] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
     told = torch.tensor([len(lengths), max(lengths, default=0)])
-    padding = torch.arange(len(ends) + 1, length + 1, device=ends.device)
-    ends = torch.cat([ends, padding]).to(torch.int32)
-    by_block = ends.view(-1, BLOCK)
+    padded = torch.arange(1, length + 1, dtype=torch.int32)
+    padded[: len(ends)] = torch.as_tensor(ends)
+    by_block = padded.view(-1, BLOCK)
     count = len(by_block)
-    starts = torch.arange(count, device=ends.device) * BLOCK  # [Q] first query of each block
-    earlier = torch.ones(count, count, dtype=torch.bool, device=ends.device).tril(-1)
+    starts = torch.arange(count) * BLOCK  # [Q] first query of each block
+    earlier = torch.ones(count, count, dtype=torch.bool).tril(-1)
     full = earlier & (by_block.amin(dim=1) >= starts[:, None] + BLOCK)  # [Q, K]
     seen = earlier & (by_block.amax(dim=1) > starts[:, None])
-    partial = (seen & ~full) | torch.eye(count, dtype=torch.bool, device=ends.device)
+    partial = (seen & ~full) | torch.eye(count, dtype=torch.bool)
+    ends_there = _sent(padded, device)
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (query < ends[key])
+        return (key <= query) & (query < ends_there[key])
 
-    # seq_lengths is left out: torch 2.11 takes the whole blocks as the length, as it is here.
-    mask: BlockMask = BlockMask.from_kv_blocks(
-        *_listed(partial), *_listed(full), BLOCK_SIZE=BLOCK, mask_mod=visible
-    )
-    return Tree(mask, ends, bounds.to(ends.device), told)
+    lists = [
+        _sent(part, device)
+        for blocks in (partial, full, partial.t(), full.t())
+        for part in _listed(blocks)
+    ]
+    by_query, by_key = lists[:4], lists[4:]
+    sizes = {"BLOCK_SIZE": (BLOCK, BLOCK), "mask_mod": visible}
+    mask = BlockMask((length, length), *by_query, *by_key, **sizes)  # type: ignore[arg-type]
+    return Tree(mask, ends_there, _sent(bounds, device), told)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """For each query block, how many key blocks are marked, and their numbers first."""
-    numbers = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    """For each block of the first axis, how many of the second are marked, and their numbers."""
+    numbers = blocks.int().contiguous().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(dim=-1)[None, None].int(), numbers[None, None].int()
+
+
+def _sent(part: Tensor, device: torch.device) -> Tensor:
+    # From pageable memory the copy would wait for all that was started before it.
+    return part.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else part

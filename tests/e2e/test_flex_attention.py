@@ -26,7 +26,7 @@ def tree(prompt: int, completion: int, count: int) -> Row:
     samples = [sample(shared + text(completion), completion, 0) for _ in range(count)]
     samples += [sample(branch + text(completion), completion, 0) for _ in range(2)]
     samples += [sample(text(prompt), 5, 1)]
-    (row,) = pack(samples, length=None)
+    (row,) = pack(samples, length=4096)
     return row.to(torch.device("cuda"))
 
 

@@ -11,7 +11,7 @@ from trainer.attention import attend
 from trainer.fast_layer import LARGEST_RANK, rotate, seen
 from trainer.kernels import tree_attention
 from trainer.learner.pack import Sample, pack
-from trainer.tree_mask import subtree_ends, tree_mask
+from trainer.tree_mask import tree_mask
 
 pytestmark = [
     pytest.mark.gpu,
@@ -47,15 +47,18 @@ def test_swiglu_between_loras_is_the_formula(rank: int) -> None:
     exact = silu(gate) * up
     exact_low = exact @ wide[4].t()
     assert off(found[0], exact) < 4e-3 and off(found[1], exact_low) < 8e-3
-    assert torch.equal(found[2], found[0].detach().float().abs().amax(dim=1))
+    assert torch.equal(found[2][0], found[0].detach().float().abs().amax(dim=1))
+    factors = torch.maximum(silu(gate).abs(), up.abs()).amax(dim=1)
+    assert off(found[2][1], factors) < 4e-3
     slopes = draw(tokens, inner, seed=6), draw(tokens, rank, seed=7)
     mine = torch.autograd.grad(found[:2], given, slopes)
     theirs = torch.autograd.grad((exact, exact_low), wide, [it.double() for it in slopes])
     for name, a, b in zip(("gate_up", "low", "gate", "up", "down"), mine, theirs, strict=True):
         assert off(a, b) < 8e-3, name
     detached = [it.detach() for it in (*given, *slopes)]
-    grad, _, _, peaks = lora_swiglu_backward(*detached, peaks=True)
-    assert torch.equal(peaks, grad.float().abs().amax(dim=1))
+    scales = mine[0].float().abs().amax(dim=1) / 50  # of fp8's 448
+    rounded = lora_swiglu_backward(*detached, scales)[0]
+    assert off(rounded.float() * scales[:, None], mine[0]) < 3e-2
 
 
 def test_heads_are_split_and_turned_there_and_back() -> None:
@@ -97,7 +100,7 @@ def test_flash_attention_sees_what_the_tree_lets_it_see(kind: str) -> None:
     assert bool(row.apart) == (kind != "tree")
     tokens, length = len(row.tokens), 6144
     row = row.to(torch.device("cuda"))
-    tree = tree_mask(subtree_ends(row.segments, row.ancestors), length, apart=row.apart)
+    tree = tree_mask(row.ends, length, apart=row.apart, device=row.tokens.device)
     mask = seen(tree, torch.bfloat16, 128).mask
     given = [draw(1, length, heads, 128, seed=heads) for heads in (8, 2)]
     given.append(draw(1, length, 2, 128, seed=5))

@@ -12,7 +12,7 @@ from trainer.logprobs import chosen_logprobs
 def test_values_and_gradients_are_those_of_log_softmax(
     train_head: bool, vocabulary_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logprobs, "VOCABULARY_CHUNK", vocabulary_chunk)
+    monkeypatch.setitem(logprobs.CHUNKS, "cpu", (1024, vocabulary_chunk))
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(23, 16, generator=generator, dtype=torch.float64, requires_grad=True)
     head = torch.randn(50, 16, generator=generator, dtype=torch.float64) * 3

@@ -3,10 +3,11 @@
 import random
 
 import torch
+from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 from trainer.learner.pack import Row, Sample, pack
-from trainer.tree_mask import BLOCK, Lengths, subtree_ends, tree_mask
+from trainer.tree_mask import BLOCK, Lengths, tree_mask
 
 
 def row_of(seed: int) -> Row:
@@ -28,7 +29,7 @@ def test_one_comparison_is_the_mask_of_the_tree_and_padding_sees_itself() -> Non
     for seed in range(8):
         row = row_of(seed)
         tokens, length = len(row.tokens), 4096
-        mask = tree_mask(subtree_ends(row.segments, row.ancestors), length).blocks
+        mask = tree_mask(row.ends, length).blocks
         dense = create_mask(mask.mask_mod, 1, 1, length, length, device="cpu")[0, 0]
         expected = torch.eye(length, dtype=torch.bool)
         expected[:tokens, :tokens] = row.mask()
@@ -37,7 +38,7 @@ def test_one_comparison_is_the_mask_of_the_tree_and_padding_sees_itself() -> Non
 
 def test_blocks_that_are_full_or_left_out_are_so_to_the_last_pair() -> None:
     row = row_of(3)
-    mask = tree_mask(subtree_ends(row.segments, row.ancestors), 2048).blocks
+    mask = tree_mask(row.ends, 2048).blocks
     pairs = create_mask(mask.mask_mod, 1, 1, 2048, 2048, device="cpu")[0, 0]
     blocks = pairs.view(16, BLOCK, 16, BLOCK).transpose(1, 2).flatten(2)  # [Q, K, pairs]
     for query in range(16):
@@ -49,6 +50,22 @@ def test_blocks_that_are_full_or_left_out_are_so_to_the_last_pair() -> None:
         )
         assert blocks[query, full].all()
         assert sorted(partial + full) == blocks[query].any(dim=-1).nonzero()[:, 0].tolist()
+
+
+def test_blocks_by_key_are_those_by_query_the_other_way_round() -> None:
+    tree = tree_mask(row_of(3).ends, 2048)
+
+    def pairs(counts: Tensor, indices: Tensor) -> set[tuple[int, int]]:
+        numbers = counts[0, 0].tolist()
+        return {
+            (one, other)
+            for one, many in enumerate(numbers)
+            for other in indices[0, 0, one, :many].tolist()
+        }
+
+    for which in (slice(0, 2), slice(2, 4)):  # in part, and whole
+        by_query = pairs(*tree.by_query()[which])
+        assert by_query == {(query, key) for key, query in pairs(*tree.by_key()[which])}
 
 
 def test_lengths_are_few_and_a_known_one_is_taken_again() -> None:

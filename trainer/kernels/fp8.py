@@ -21,25 +21,33 @@ class Fp8Weight(NamedTuple):
     row_scales: Tensor  # [1, O]
     columns: Tensor  # [I, O]
     column_scales: Tensor  # [1, I]
+    reach: Tensor  # [] the largest norm of a column: by it a row of gradients may grow
 
 
 def quantise(x: Tensor, peaks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """x [N, K] in fp8, and the scale [N, 1] of each row, whose `peaks` [N] may be known already."""
     largest = x.abs().amax(dim=-1).float() if peaks is None else peaks
-    scales = (largest / LARGEST).clamp(min=SMALLEST_SCALE)[:, None]
+    scales = scales_of(largest)[:, None]
     return (x.float() / scales).clamp(-LARGEST, LARGEST).to(DTYPE), scales
+
+
+def scales_of(peaks: Tensor) -> Tensor:
+    """By what rows are divided whose largest magnitudes are `peaks`."""
+    return (peaks / LARGEST).clamp(min=SMALLEST_SCALE)
 
 
 def quantised_weight(weight: Tensor) -> Fp8Weight:
     rows, row_scales = quantise(weight)
     columns, column_scales = quantise(weight.t().contiguous())
-    return Fp8Weight(rows, row_scales.t().contiguous(), columns, column_scales.t().contiguous())
+    reach = weight.float().norm(dim=0).amax()
+    scales = row_scales.t().contiguous(), column_scales.t().contiguous()
+    return Fp8Weight(rows, scales[0], columns, scales[1], reach)
 
 
-def fp8_linear(x: Tensor, weight: Fp8Weight, peaks: Tensor | None = None) -> Tensor:
-    """x [..., I] -> [..., O]; `peaks` are the largest magnitudes of x's rows, if known."""
+def fp8_linear(x: Tensor, weight: Fp8Weight) -> Tensor:
+    """x [..., I] -> [..., O]."""
     flat = x.reshape(-1, x.shape[-1])
-    out: Tensor = _Fp8Linear.apply(flat, peaks, *weight)
+    out: Tensor = _Fp8Linear.apply(flat, *weight[:4])
     return out.view(*x.shape[:-1], -1)
 
 
@@ -48,28 +56,32 @@ class _Fp8Linear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        peaks: Tensor | None,
         rows: Tensor,
         row_scales: Tensor,
         columns: Tensor,
         column_scales: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(columns, column_scales)
-        return product(x, rows, row_scales, peaks)
+        return product(x, rows, row_scales)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return product(grads[0], *ctx.saved_tensors), None, None, None, None, None
+        return product(grads[0], *ctx.saved_tensors), None, None, None, None
 
 
 def product(x: Tensor, weight: Tensor, scales: Tensor, peaks: Tensor | None = None) -> Tensor:
     """x [N, K] times a weight [O, K] in fp8 with its scales [1, O]."""
     quantised, own = quantise(x, peaks)
+    return scaled_product(quantised, own, weight, scales, x.dtype)
+
+
+def scaled_product(
+    x: Tensor,  # [N, K] in fp8
+    own: Tensor,  # [N, 1] its scales
+    weight: Tensor,
+    scales: Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
     return torch._scaled_mm(
-        quantised,
-        weight.t(),
-        scale_a=own,
-        scale_b=scales,
-        out_dtype=x.dtype,
-        use_fast_accum=True,
+        x, weight.t(), scale_a=own, scale_b=scales, out_dtype=dtype, use_fast_accum=True
     )

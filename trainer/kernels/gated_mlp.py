@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from trainer.kernels.fp8 import Fp8Weight, fp8_linear, product
+from trainer.kernels.fp8 import Fp8Weight, product, scaled_product, scales_of
 from trainer.kernels.lora_swiglu import lora_swiglu, lora_swiglu_backward
 
 
@@ -27,12 +27,14 @@ def gated_mlp(
         inner, down_low, _ = lora_swiglu(both, low, gate_b, up_b, down_a)
         out = linear(inner, second, second_bias)
         return out + linear(down_low, down_b)
-    inner, down_low, peaks = _Fp8Middle.apply(x, *first, first_bias, low, gate_b, up_b, down_a)
-    return fp8_linear(inner, second, peaks) + linear(down_low, down_b, second_bias)
+    weights = (*first[:4], first_bias, *second)
+    found: tuple[Tensor, Tensor] = _Fp8Mlp.apply(x, *weights, low, gate_b, up_b, down_a)
+    out, down_low = found
+    return out + linear(down_low, down_b, second_bias)
 
 
-class _Fp8Middle(torch.autograd.Function):
-    """The first product in fp8 and what follows, which tells the peaks of what it gives back."""
+class _Fp8Mlp(torch.autograd.Function):
+    """The frozen products in fp8, and what lies between them: it is rounded where it is made."""
 
     @staticmethod
     def forward(
@@ -43,21 +45,32 @@ class _Fp8Middle(torch.autograd.Function):
         columns: Tensor,
         column_scales: Tensor,
         bias: Tensor | None,
+        down_rows: Tensor,
+        down_row_scales: Tensor,
+        down_columns: Tensor,
+        down_column_scales: Tensor,
+        reach: Tensor,
         *loras: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         gate_up = product(x, rows, row_scales)
         if bias is not None:
             gate_up = gate_up + bias
         inner, down_low, peaks = lora_swiglu(gate_up, *loras, peaks=True)
-        ctx.save_for_backward(columns, column_scales, gate_up, *loras)
-        ctx.mark_non_differentiable(peaks)
-        return inner, down_low, peaks
+        frozen = (columns, column_scales, down_columns, down_column_scales, reach)
+        ctx.save_for_backward(*frozen, peaks[1], gate_up, *loras)
+        return product(inner, down_rows, down_row_scales, peaks[0]), down_low
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        columns, scales, *given = ctx.saved_tensors
-        grad, low, weights, peaks = lora_swiglu_backward(
-            *given, grads[0].contiguous(), grads[1].contiguous(), peaks=True
-        )
-        x = product(grad, columns, scales, peaks)
-        return x, None, None, None, None, None, low, *weights.split(len(given[2]))
+        columns, scales, down_columns, down_scales, reach, factors, *given = ctx.saved_tensors
+        grad, down_grad = (one.contiguous() for one in grads)
+        inner_grad = product(grad, down_columns, down_scales)
+        # How large a row of the result can be, known before it is made; silu's slope, at most 1.1,
+        # and the rounding of `grad` are in the 1.2. fp8 has so many exponents that a scale some
+        # hundred times too large costs next to nothing, and another pass is saved.
+        length, down_length = (one.float().norm(dim=1) for one in (grad, down_grad))
+        lora_reach = given[-1].float().norm(dim=0).amax()
+        own = scales_of(1.2 * factors * (length * reach + down_length * lora_reach))
+        rounded, low, loras = lora_swiglu_backward(*given, inner_grad, down_grad, own)
+        x = scaled_product(rounded, own[:, None], columns, scales, grad.dtype)
+        return x, *[None] * 10, low, *loras.mT.unbind()

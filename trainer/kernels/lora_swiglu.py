@@ -5,12 +5,13 @@ and the first product of down's. Each is a pass over [T, F] on its own, and on a
 a tenth of a step. Here they are small products on tiles that are in registers anyway. Backward
 computes silu(gate) * up again, so it is not kept.
 
-With `peaks` each direction also tells the largest magnitude of each of its rows, which a product in
-fp8 scales it by: it would be another pass.
+For products in fp8, `peaks` also tells the largest magnitudes of each row, by which it is scaled:
+that would be another pass. Backward, given `scales`, writes fp8 itself.
 
 T tokens, F inner size, r rank of the LoRAs.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -18,16 +19,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Found on an H200 by trying: 0.28 and 0.67 ms for 8,192 tokens of a 7B shape, of which moving the
-# activations alone is 0.22 and 0.37. Loads that are not three tiles ahead cost half as much again.
-FORWARD = {"BT": 64, "BF": 64, "AHEAD": 3, "num_warps": 4}
-BACKWARD = {"BT": 128, "BF": 64, "AHEAD": 3, "num_warps": 8}
-CHUNKS = 37
+from trainer.kernels.fp8 import DTYPE as FP8
+from trainer.kernels.fp8 import LARGEST as LARGEST_FP8
+
+# Found on an H200 by trying, amid large products, which slow its clock: 0.25 and 0.61 ms for 8,192
+# tokens of a 7B shape, of which moving the activations alone is 0.22 and 0.37. Loads that are not
+# three tiles ahead cost half as much again.
+TILE = {"BT": 64, "BF": 64, "AHEAD": 3, "num_warps": 4}
+CHUNKS = {"forward": 37, "backward": 8}
+LARGEST = tl.constexpr(LARGEST_FP8)
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
 @triton.jit
 def _sigmoid(x):
-    return 1 / (1 + tl.exp(-x))
+    if INTERPRETED:
+        return 1 / (1 + tl.exp(-x))
+    # One instruction instead of an exponential and a division, which cost a quarter of the kernel.
+    # It errs by 2^-12 at most, an eighth of what rounding the result to bf16 does near one.
+    tanh = tl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [x * 0.5], dtype=tl.float32, is_pure=True, pack=1
+    )
+    return tanh * 0.5 + 0.5
 
 
 @triton.jit
@@ -45,6 +58,11 @@ def _weights(weights, r, f, inner, rank, dtype: tl.constexpr):
 
 
 @triton.jit
+def _rounded(x, inverse):
+    return tl.clamp(x.to(tl.float32) * inverse, -LARGEST, LARGEST).to(tl.float8e4nv)
+
+
+@triton.jit
 def _forward(
     gate_up, low, gate_b, up_b, down_a, out, down_low, peaks,
     tokens, inner, rank,
@@ -58,6 +76,7 @@ def _forward(
     up_low = _low(low, t, r, tokens, 2 * rank, rank, rank)
     total = tl.zeros([BT, R], dtype=tl.float32)
     peak = tl.zeros([BT], dtype=tl.float32)
+    factor = tl.zeros([BT], dtype=tl.float32)
     for tile in tl.range(TILES, num_stages=AHEAD):
         f = (tl.program_id(0) * TILES + tile) * BF + tl.arange(0, BF)
         inside = (t[:, None] < tokens) & (f[None, :] < inner)
@@ -66,24 +85,28 @@ def _forward(
         up = tl.load(at + inner, mask=inside, other=0.0).to(tl.float32)
         gate = tl.dot(gate_low, _weights(gate_b, r, f, inner, rank, dtype), gate)
         up = tl.dot(up_low, _weights(up_b, r, f, inner, rank, dtype), up)
-        result = (gate * _sigmoid(gate) * up).to(dtype)
+        silu = gate * _sigmoid(gate)
+        result = (silu * up).to(dtype)
         tl.store(out + t[:, None] * inner + f[None, :], result, mask=inside)
         if PEAKS:
             peak = tl.maximum(peak, tl.max(tl.abs(result.to(tl.float32)), 1))
+            factor = tl.maximum(factor, tl.max(tl.maximum(tl.abs(up), tl.abs(silu)), 1))
         down_w = _weights(down_a, r, f, inner, rank, dtype)
         total = tl.dot(result, tl.trans(down_w), total)
     at = down_low + (tl.program_id(0) * tokens + t[:, None]) * rank + r[None, :]
     tl.store(at, total, mask=(t[:, None] < tokens) & (r[None, :] < rank))
     if PEAKS:
-        tl.store(peaks + tl.program_id(0) * tokens + t, peak, mask=t < tokens)
+        at = peaks + tl.program_id(0) * 2 * tokens + t
+        tl.store(at, peak, mask=t < tokens)
+        tl.store(at + tokens, factor, mask=t < tokens)
 
 
 @triton.jit
 def _backward(
     gate_up, low, gate_b, up_b, down_a, grad, down_grad,
-    gate_up_grad, low_grad, weight_grads, peaks,
+    gate_up_grad, low_grad, weight_grads, scales,
     tokens, inner, rank,
-    TILES: tl.constexpr, R: tl.constexpr, PEAKS: tl.constexpr,
+    TILES: tl.constexpr, R: tl.constexpr, FP8: tl.constexpr,
     BT: tl.constexpr, BF: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     t = (tl.program_id(1) * BT + tl.arange(0, BT)).to(tl.int64)
@@ -94,7 +117,8 @@ def _backward(
     down = _low(down_grad, t, r, tokens, rank, 0, rank)
     gate_total = tl.zeros([BT, R], dtype=tl.float32)
     up_total = tl.zeros([BT, R], dtype=tl.float32)
-    peak = tl.zeros([BT], dtype=tl.float32)
+    if FP8:
+        inverse = 1 / tl.load(scales + t, mask=t < tokens, other=1.0)[:, None]
     for tile in tl.range(TILES, num_stages=AHEAD):
         f = (tl.program_id(0) * TILES + tile) * BF + tl.arange(0, BF)
         inside = (t[:, None] < tokens) & (f[None, :] < inner)
@@ -113,38 +137,32 @@ def _backward(
         result = (silu * up).to(dtype)
         up_slope = (slope * silu).to(dtype)
         gate_slope = (slope * up * (share + silu * (1 - share))).to(dtype)
-        tl.store(gate_up_grad + at, gate_slope, mask=inside)
-        tl.store(gate_up_grad + at + inner, up_slope, mask=inside)
-        if PEAKS:
-            greater = tl.maximum(tl.abs(gate_slope.to(tl.float32)), tl.abs(up_slope.to(tl.float32)))
-            peak = tl.maximum(peak, tl.max(greater, 1))
+        if FP8:
+            tl.store(gate_up_grad + at, _rounded(gate_slope, inverse), mask=inside)
+            tl.store(gate_up_grad + at + inner, _rounded(up_slope, inverse), mask=inside)
+        else:
+            tl.store(gate_up_grad + at, gate_slope, mask=inside)
+            tl.store(gate_up_grad + at + inner, up_slope, mask=inside)
         gate_total = tl.dot(gate_slope, tl.trans(gate_w), gate_total)
         up_total = tl.dot(up_slope, tl.trans(up_w), up_total)
-        part = weight_grads + (tl.program_id(1) * 3 * rank + r[:, None]) * inner + f[None, :]
-        within = (r[:, None] < rank) & (f[None, :] < inner)
-        tl.store(part, tl.dot(tl.trans(gate_low), gate_slope), mask=within)
-        tl.store(part + rank * inner, tl.dot(tl.trans(up_low), up_slope), mask=within)
-        tl.store(part + 2 * rank * inner, tl.dot(tl.trans(down), result), mask=within)
+        part = weight_grads + (tl.program_id(1) * 3 * inner + f[:, None]) * rank + r[None, :]
+        within = (f[:, None] < inner) & (r[None, :] < rank)
+        tl.store(part, tl.dot(tl.trans(gate_slope), gate_low), mask=within)
+        tl.store(part + inner * rank, tl.dot(tl.trans(up_slope), up_low), mask=within)
+        tl.store(part + 2 * inner * rank, tl.dot(tl.trans(result), down), mask=within)
     within = (t[:, None] < tokens) & (r[None, :] < rank)
     at = low_grad + (tl.program_id(0) * tokens + t[:, None]) * (2 * rank) + r[None, :]
     tl.store(at, gate_total, mask=within)
     tl.store(at + rank, up_total, mask=within)
-    if PEAKS:
-        tl.store(peaks + tl.program_id(0) * tokens + t, peak, mask=t < tokens)
 
 
-def _launch(
-    kernel: Any, tensors: tuple[Tensor, ...], inner: int, options: dict[str, int], *, peaks: bool
-) -> Tensor:
-    """Run a kernel over all tiles and return the peaks of its rows, none if not asked for."""
-    tokens, rank = len(tensors[0]), len(tensors[2])
-    tiles = triton.cdiv(triton.cdiv(inner, options["BF"]), CHUNKS)
+def _launch(kernel: Any, chunks: int, tensors: tuple[Tensor, ...], **options: bool) -> None:
+    """Run a kernel over all tiles."""
+    tokens, (rank, inner) = len(tensors[0]), tensors[2].shape
+    tiles = triton.cdiv(triton.cdiv(inner, TILE["BF"]), chunks)
     padded = max(16, triton.next_power_of_2(rank))  # a product of tiles has no shorter side
-    grid = (CHUNKS, triton.cdiv(tokens, options["BT"]))
-    found = tensors[0].new_empty(CHUNKS, tokens if peaks else 0, dtype=torch.float32)
-    sizes = {"TILES": tiles, "R": padded, "PEAKS": peaks}
-    kernel[grid](*tensors, found, tokens, inner, rank, **sizes, **options)
-    return found.amax(dim=0)
+    grid = (chunks, triton.cdiv(tokens, TILE["BT"]))
+    kernel[grid](*tensors, tokens, inner, rank, TILES=tiles, R=padded, **options, **TILE)
 
 
 @torch.library.custom_op("art_cluster::lora_swiglu", mutates_args=())
@@ -156,13 +174,18 @@ def lora_swiglu(
     down_a: Tensor,  # [r, F] A of down's LoRA
     peaks: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """silu(gate) * up [T, F], its product [T, r] with A' of down's LoRA, and its peaks [T]."""
+    """silu(gate) * up [T, F], its product [T, r] with A' of down's LoRA, and peaks [2, T].
+
+    The peaks are those of each row, and of its factors silu(gate) and up.
+    """
     (tokens, _), (rank, inner) = gate_up.shape, gate_b.shape
+    chunks = CHUNKS["forward"]
     out = gate_up.new_empty(tokens, inner)
-    parts = gate_up.new_empty(CHUNKS, tokens, rank, dtype=torch.float32)
-    given = (gate_up, low, gate_b, up_b, down_a, out, parts)
-    peak = _launch(_forward, given, inner, FORWARD, peaks=peaks)
-    return out, parts.sum(dim=0).to(gate_up.dtype), peak
+    parts = gate_up.new_empty(chunks, tokens, rank, dtype=torch.float32)
+    found = gate_up.new_empty(chunks, 2, tokens if peaks else 0, dtype=torch.float32)
+    given = (gate_up, low, gate_b, up_b, down_a, out, parts, found)
+    _launch(_forward, chunks, given, PEAKS=peaks)
+    return out, parts.sum(dim=0).to(gate_up.dtype), found.amax(dim=0)
 
 
 @lora_swiglu.register_fake
@@ -171,36 +194,42 @@ def _(
     peaks: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     tokens, (rank, inner) = len(gate_up), gate_b.shape
-    peak = gate_up.new_empty(tokens if peaks else 0, dtype=torch.float32)
+    peak = gate_up.new_empty(2, tokens if peaks else 0, dtype=torch.float32)
     return gate_up.new_empty(tokens, inner), gate_up.new_empty(tokens, rank), peak
 
 
 @torch.library.custom_op("art_cluster::lora_swiglu_backward", mutates_args=())
 def lora_swiglu_backward(
     gate_up: Tensor, low: Tensor, gate_b: Tensor, up_b: Tensor, down_a: Tensor,
-    grad: Tensor, down_grad: Tensor, peaks: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of `gate_up`, of `low`, of the three weights as [3r, F], and the first's peaks."""
+    grad: Tensor, down_grad: Tensor, scales: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of `gate_up`, of `low`, and of the three weights as [3, F, r].
+
+    With `scales` [T] the first is in fp8, each row divided by its scale.
+    """
     tokens, (rank, inner) = len(gate_up), gate_b.shape
-    gate_up_grad = torch.empty_like(gate_up)
-    low_parts = gate_up.new_empty(CHUNKS, tokens, 2 * rank, dtype=torch.float32)
-    blocks = triton.cdiv(tokens, BACKWARD["BT"])
-    weight_parts = gate_up.new_empty(blocks, 3 * rank, inner, dtype=torch.float32)
+    chunks = CHUNKS["backward"]
+    gate_up_grad = torch.empty_like(gate_up, dtype=None if scales is None else FP8)
+    low_parts = gate_up.new_empty(chunks, tokens, 2 * rank, dtype=torch.float32)
+    blocks = triton.cdiv(tokens, TILE["BT"])
+    weight_parts = gate_up.new_empty(blocks, 3, inner, rank, dtype=torch.float32)
     given = (gate_up, low, gate_b, up_b, down_a, grad, down_grad)
     found = (gate_up_grad, low_parts, weight_parts)
-    peak = _launch(_backward, (*given, *found), inner, BACKWARD, peaks=peaks)
-    return gate_up_grad, low_parts.sum(dim=0).to(low.dtype), weight_parts.sum(dim=0), peak
+    unused = low_parts  # a kernel wants a tensor
+    whole = (*given, *found, unused if scales is None else scales)
+    _launch(_backward, chunks, whole, FP8=scales is not None)
+    return gate_up_grad, low_parts.sum(dim=0).to(low.dtype), weight_parts.sum(dim=0)
 
 
 @lora_swiglu_backward.register_fake
 def _(
     gate_up: Tensor, low: Tensor, gate_b: Tensor, up_b: Tensor, down_a: Tensor,
-    grad: Tensor, down_grad: Tensor, peaks: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    grad: Tensor, down_grad: Tensor, scales: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     rank, inner = gate_b.shape
-    weights = gate_up.new_empty(3 * rank, inner, dtype=torch.float32)
-    peak = gate_up.new_empty(len(gate_up) if peaks else 0, dtype=torch.float32)
-    return torch.empty_like(gate_up), torch.empty_like(low), weights, peak
+    weights = gate_up.new_empty(3, inner, rank, dtype=torch.float32)
+    gate_up_grad = torch.empty_like(gate_up, dtype=None if scales is None else FP8)
+    return gate_up_grad, torch.empty_like(low), weights
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -209,11 +238,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradients(ctx: Any, grad: Tensor, down_grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    rank = len(ctx.saved_tensors[2])
-    gate_up, low, weights, _ = lora_swiglu_backward(
-        *ctx.saved_tensors, grad.contiguous(), down_grad.contiguous()
-    )
-    return gate_up, low, *weights.split(rank), None
+    slopes = grad.contiguous(), down_grad.contiguous()
+    gate_up, low, weights = lora_swiglu_backward(*ctx.saved_tensors, *slopes)
+    return gate_up, low, *weights.mT.unbind(), None
 
 
 lora_swiglu.register_autograd(_gradients, setup_context=_keep)

@@ -19,7 +19,7 @@ from trainer.learner.prepare import Metrics
 from trainer.learner.state import ADAPTER, State, read_tensors
 from trainer.learner.world import World
 from trainer.model import Policy, load_lora, lora_state
-from trainer.tree_mask import subtree_ends, tree_mask
+from trainer.tree_mask import tree_mask
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class GradientSteps:
         )
 
 
-def row_logprobs(policy: Policy, row: Row, *, chunk: int = 1024) -> tuple[Tensor, Tensor]:
+def row_logprobs(policy: Policy, row: Row, *, chunk: int | None = None) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies [N] of a row's chosen tokens."""
     tokens, positions = row.tokens, row.positions
     mask: Mask
@@ -166,8 +166,7 @@ def row_logprobs(policy: Policy, row: Row, *, chunk: int = 1024) -> tuple[Tensor
         mask = row.attention_mask()
     else:
         length = policy.fast.lengths.fit(row.room)
-        ends = subtree_ends(row.segments, row.ancestors)
-        mask = tree_mask(ends, length, apart=row.apart)
+        mask = tree_mask(row.ends, length, apart=row.apart, device=tokens.device)
         tokens, positions = (pad(part, (0, length - len(part))) for part in (tokens, positions))
     return policy.logprobs(
         tokens[None],

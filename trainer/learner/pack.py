@@ -50,6 +50,7 @@ class Row:
     tokens: Tensor  # [T]
     positions: Tensor  # [T] position of each token in its own sequence
     segments: Tensor  # [T] segment of the tree
+    ends: Ids  # [T] where in the row the subtree of each token's segment ends; stays on the CPU
     ancestors: Tensor  # [S, S] True where a segment may look at another, itself included
     predictors: Tensor  # [N] index in the row of the token before each chosen one
     targets: Tensor  # [N] the chosen tokens
@@ -238,10 +239,13 @@ def _row(trees: list[Tree], room: int) -> Row:
             sequences += 1
     samples = [sample for tree in trees for sample in tree.samples]
     columns = list(zip(*chosen, strict=True))
+    last = np.cumsum([len(ids) for ids in tokens])  # [S] where each segment itself ends
+    below = np.where(ancestors, last[:, None], 0).max(axis=0)  # [S] and with all that fork from it
     return Row(
         tokens=torch.from_numpy(np.concatenate(tokens)),
         positions=torch.from_numpy(np.concatenate(positions)),
         segments=torch.from_numpy(np.concatenate(segments)),
+        ends=below[np.concatenate(segments)],
         ancestors=ancestors.bool(),
         predictors=torch.tensor(columns[0]),
         targets=torch.tensor(columns[1]),
