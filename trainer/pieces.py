@@ -11,22 +11,22 @@ from typing import Any
 _DEPTH = 6  # a call, its parameters, groups, a group, its trajectories, a trajectory
 
 
-def pieces(value: Any, *, sort_keys: bool = False, depth: int = _DEPTH) -> Iterator[str]:
+def pieces(value: Any, *, depth: int = _DEPTH) -> Iterator[str]:
     """The text of `json.dumps(value)`, an object at a time below the outermost levels."""
     if depth and isinstance(value, dict):
         yield "{"
-        for place, key in enumerate(sorted(value) if sort_keys else value):
+        for place, key in enumerate(value):
             yield f"{', ' if place else ''}{json.dumps(key)}: "
-            yield from pieces(value[key], sort_keys=sort_keys, depth=depth - 1)
+            yield from pieces(value[key], depth=depth - 1)
         yield "}"
     elif depth and is_large(value):
         yield "["
         for place, item in enumerate(value):
             yield ", " if place else ""
-            yield from pieces(item, sort_keys=sort_keys, depth=depth - 1)
+            yield from pieces(item, depth=depth - 1)
         yield "]"
     else:
-        yield json.dumps(value, sort_keys=sort_keys)
+        yield json.dumps(value)
 
 
 def is_large(value: Any) -> bool:

@@ -31,6 +31,7 @@ def step(config: Any = None, dev_config: Any = None, **internal: Any) -> Any:
         trajectory_groups=[],
         config=config or {},
         dev_config=dev_config or {},
+        digest="",
     )
     return grpo_config(request, Model("p", "m", Path("m"), LoraConfig(), steps={0: "", 3: ""}))
 

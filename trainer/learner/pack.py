@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 Ids = NDArray[np.int64]
+Column = NDArray[np.int64] | NDArray[np.float64]
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Sample:
     @property
     def inputs(self) -> int:
         """Tokens the model must read: nothing after the last one that predicts a chosen token."""
-        return max(index for index, chosen in enumerate(self.mask) if chosen)
+        return len(self.mask) - 1 - self.mask[::-1].index(True)
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ def _row(trees: list[Tree], room: int) -> Row:
     tokens: list[Ids] = []
     positions: list[Ids] = []
     segments: list[Ids] = []
-    chosen: list[tuple[int, int, float, float, float, int]] = []
+    chosen: list[list[Column]] = []
     ancestors = torch.zeros(0, 0, dtype=torch.bool)
     size = sequences = 0
     for tree in trees:
@@ -235,10 +236,10 @@ def _row(trees: list[Tree], room: int) -> Row:
             segments.append(np.full(len(segment.ids), base + number))
             size += len(segment.ids)
         for sample in tree.samples:
-            chosen += _chosen(tree, sample, offsets, sequences)
+            chosen.append(_chosen(tree, sample, offsets, sequences))
             sequences += 1
     samples = [sample for tree in trees for sample in tree.samples]
-    columns = list(zip(*chosen, strict=True))
+    columns = [torch.from_numpy(np.concatenate(parts)) for parts in zip(*chosen, strict=True)]
     last = np.cumsum([len(ids) for ids in tokens])  # [S] where each segment itself ends
     below = np.where(ancestors, last[:, None], 0).max(axis=0)  # [S] and with all that fork from it
     return Row(
@@ -247,12 +248,12 @@ def _row(trees: list[Tree], room: int) -> Row:
         segments=torch.from_numpy(np.concatenate(segments)),
         ends=below[np.concatenate(segments)],
         ancestors=ancestors.bool(),
-        predictors=torch.tensor(columns[0]),
-        targets=torch.tensor(columns[1]),
-        sampler_logprobs=torch.tensor(columns[2], dtype=torch.float32),
-        advantages=torch.tensor(columns[3], dtype=torch.float32),
-        weights=torch.tensor(columns[4], dtype=torch.float32),
-        sequences=torch.tensor(columns[5]),
+        predictors=columns[0],
+        targets=columns[1],
+        sampler_logprobs=columns[2].float(),
+        advantages=columns[3].float(),
+        weights=columns[4].float(),
+        sequences=columns[5],
         trajectories=len({sample.trajectory for sample in samples}),
         unshared=sum(sample.inputs for sample in samples),
         room=room,
@@ -272,23 +273,17 @@ def _ancestors(tree: Tree, order: list[int]) -> Tensor:
     return ancestors
 
 
-def _chosen(
-    tree: Tree, sample: Sample, offsets: dict[int, int], sequence: int
-) -> list[tuple[int, int, float, float, float, int]]:
-    """Predictor, target, logprob, advantage, weight and sequence of every chosen token."""
-    ids = np.asarray(sample.ids[: sample.inputs], dtype=np.int64)
+def _chosen(tree: Tree, sample: Sample, offsets: dict[int, int], sequence: int) -> list[Column]:
+    """Predictors, targets, logprobs, advantages, weights and sequence of the chosen tokens."""
+    ids = np.asarray(sample.ids, dtype=np.int64)
     place = np.concatenate(
-        [offsets[index] + np.arange(len(tree.segments[index].ids)) for index in tree.path(ids)]
+        [
+            offsets[index] + np.arange(len(tree.segments[index].ids))
+            for index in tree.path(ids[: sample.inputs])
+        ]
     )
-    return [
-        (
-            int(place[at - 1]),
-            sample.ids[at],
-            sample.logprobs[at],
-            sample.advantage,
-            sample.weight,
-            sequence,
-        )
-        for at, chosen in enumerate(sample.mask)
-        if chosen and at > 0
-    ]
+    at = np.flatnonzero(sample.mask)
+    at = at[at > 0]
+    same = (sample.advantage, sample.weight, sequence)
+    logprobs = np.asarray(sample.logprobs)[at]
+    return [place[at - 1], ids[at], logprobs, *(np.full(len(at), value) for value in same)]

@@ -1,6 +1,7 @@
 """Large request bodies, parsed and checked in a thread so that other requests are answered."""
 
 import asyncio
+import hashlib
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -14,7 +15,10 @@ BodyT = TypeVar("BodyT", bound=pydantic.BaseModel)
 
 
 def large(kind: type[BodyT]) -> Callable[[Request], Awaitable[BodyT]]:
-    """A FastAPI dependency: the body as `kind`, with the errors that FastAPI itself would give."""
+    """A FastAPI dependency: the body as `kind`, with the errors that FastAPI itself would give.
+
+    A `kind` with a `digest` is given that of the bytes: a client that asks again sends the same.
+    """
 
     async def read(request: Request) -> BodyT:
         return await asyncio.to_thread(_parse, await request.body(), kind)
@@ -24,7 +28,10 @@ def large(kind: type[BodyT]) -> Callable[[Request], Awaitable[BodyT]]:
 
 def _parse(body: bytes, kind: type[BodyT]) -> BodyT:
     try:
-        return kind.model_validate(pieces.parse(body))
+        found = pieces.parse(body)
+        if isinstance(found, dict):
+            found["digest"] = hashlib.sha256(body).hexdigest()
+        return kind.model_validate(found)
     except pydantic.ValidationError as error:
         faults = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
         raise RequestValidationError(faults) from error

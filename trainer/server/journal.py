@@ -4,7 +4,6 @@ One file a model, of its newest step. A server that is killed finds it at its ne
 trains the step again, or, where the checkpoint is there, only delivers what was lost.
 """
 
-import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -23,18 +22,10 @@ class Request:
     step: int
     """The step that it makes."""
     digest: str
-    """Identifies the request's body: the same one again is not trained twice."""
     base_model: str
     model: Json
     groups: list[Json]
     config: Json
-
-
-def digest(body: Json) -> str:
-    whole = hashlib.sha256()
-    for piece in pieces(body, sort_keys=True):
-        whole.update(piece.encode())
-    return whole.hexdigest()
 
 
 class Journal:

@@ -78,9 +78,14 @@ class Ledger:
         )
 
     def recall(self, groups: list[Json]) -> None:
-        """Write into every choice that was sampled here the exact tokens it was sampled as."""
+        """Write into every choice that was sampled here the exact tokens it was sampled as.
+
+        They replace its logprobs, an object for each token: what is journaled and sent on is a
+        third as long.
+        """
         for choice in choices_of(groups):
             if entry := self.find(choice):
+                choice.pop("logprobs", None)
                 choice["art"] = {
                     "prompt_ids": entry.prompt_ids,
                     "completion_ids": entry.completion_ids,

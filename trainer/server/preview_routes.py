@@ -38,6 +38,7 @@ class CreateJob(pydantic.BaseModel):
     model_id: str
     trajectory_groups: Groups
     experimental_config: Json | None = None
+    digest: str
 
 
 class LogGroups(pydantic.BaseModel):
@@ -117,7 +118,10 @@ def _add_jobs(router: APIRouter, backend: Backend) -> None:
         )
         asked = without_nulls(body.experimental_config)
         request = TrainRequest(
-            model=wire, trajectory_groups=body.trajectory_groups, dev_config=asked
+            model=wire,
+            trajectory_groups=body.trajectory_groups,
+            dev_config=asked,
+            digest=body.digest,
         )
         training = await backend.train(request)
         return {"id": f"{body.model_id}~{training.request.step}"}

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from trainer.errors import BadRequest, Conflict
 from trainer.learner.handle import Learner
 from trainer.server.gate import Gate
-from trainer.server.journal import Request, digest
+from trainer.server.journal import Request
 from trainer.server.ledger import Ledger
 from trainer.server.metrics import Metrics
 from trainer.server.models import Model
@@ -64,9 +64,8 @@ class Trainings:
             )
         config = step_config(request, model)
         async with self._admitting[model.key]:
-            identity = await asyncio.to_thread(digest, request.body())
             running = self.of(model)
-            if running and running.request.digest == identity and model.journal.is_pending:
+            if running and running.request.digest == request.digest and model.journal.is_pending:
                 logger.info("%s: a request for step %s again", model.key, running.request.step)
                 return running
             if running and not running.done:
@@ -75,7 +74,7 @@ class Trainings:
                 )
             journaled = Request(
                 step=model.step + 1,
-                digest=identity,
+                digest=request.digest,
                 base_model=base_model,
                 model=request.model.model_dump(mode="json", by_alias=True),
                 groups=request.trajectory_groups,

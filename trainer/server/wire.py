@@ -83,11 +83,8 @@ class TrainRequest(pydantic.BaseModel):
     config: Json = {}
     dev_config: Json = {}
     verbose: bool = False
-
-    def body(self) -> Json:
-        """What makes this request the same as another one."""
-        about = self.model_dump(mode="json", by_alias=True, exclude={"trajectory_groups"})
-        return {**about, "trajectory_groups": self.trajectory_groups}
+    digest: str
+    """Identifies the body that was sent: the same one again is not trained twice."""
 
 
 class SftRequest(pydantic.BaseModel):
@@ -95,13 +92,18 @@ class SftRequest(pydantic.BaseModel):
     trajectories: list[Json]
     config: Json = {}
     verbose: bool = False
+    digest: str
 
     def as_step(self) -> TrainRequest:
         """The same as a step of the other kind: what is journaled and trained is of one form."""
         group = {"trajectories": self.trajectories}
         config = {**self.config, "kind": "sft"}
         return TrainRequest(
-            model=self.model, trajectory_groups=[group], config=config, verbose=self.verbose
+            model=self.model,
+            trajectory_groups=[group],
+            config=config,
+            verbose=self.verbose,
+            digest=self.digest,
         )
 
 
