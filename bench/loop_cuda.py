@@ -65,7 +65,8 @@ async def train(client: httpx.AsyncClient, asked: argparse.Namespace, model: Jso
         raise SystemExit(answer.text)
     done = time.monotonic()
     path = Path(asked.state_dir, model["project"], "models", model["name"], "history.jsonl")
-    row = json.loads(path.read_text().splitlines()[-1])
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    row = [row for row in rows if "time/step_s" in row][-1]  # not the canary's
     return {"sample_s": sampled - started, "train_call_s": done - sampled, **row}
 
 

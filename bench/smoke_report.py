@@ -9,6 +9,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.report import Table
 
+CANARY = "canary/logprob_difference"
 TIMES = ("prepare", "gradient", "save", "load")
 
 
@@ -19,7 +20,8 @@ def rows_of(path: Path) -> list[dict[str, float]]:
 def main() -> None:
     out = Path(sys.argv[1])
     # The run's history has rows of validation and of the harness too.
-    steps = [row for row in rows_of(out / "history.jsonl") if "time/step_s" in row]
+    history = rows_of(out / "history.jsonl")
+    steps = [row for row in history if "time/step_s" in row]
     # Sampling is timed by who samples: the harness or the benchmark's loop.
     outside = rows_of(out / "training_metrics.jsonl") or rows_of(out / "steps.jsonl")
     heads = ["step", "reward", "sample s", *(f"{t} s" for t in TIMES), "other s", "overhead", "gap"]
@@ -41,7 +43,7 @@ def main() -> None:
         )
     print(table)
     gaps = [row["loss/sampler_gap"] for row in steps if "loss/sampler_gap" in row]
-    checks = [row["canary/logprob_difference"] for row in steps]
+    checks = [row[CANARY] for row in history if CANARY in row]
     if gaps:
         print(f"\nEngine against learner, mean absolute logprob: {statistics.mean(gaps):.4f} on")
         print(f"what was trained, {statistics.mean(checks):.4f} on the canary's prompt.")

@@ -87,8 +87,8 @@ def _stale(history: list[Json]) -> Finding | None:
 
 
 def _canary(history: list[Json]) -> Finding | None:
-    difference = _mean(history, "canary/logprob_difference")
-    if difference is None or difference <= 0.1:
+    difference, bound = (_mean(history, f"canary/{it}") for it in ("logprob_difference", "bound"))
+    if difference is None or bound is None or difference <= bound:
         return None
     return Finding(
         f"Engine and learner differ by {difference:.2f} a logprob on the canary",

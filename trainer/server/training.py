@@ -36,7 +36,8 @@ class Training:
         request: Request,
         learner: Learner,
         gate: Gate,
-        load: Callable[[Model, int], Awaitable[float]],
+        load: Callable[[Model, int], Awaitable[None]],
+        check: Callable[[Model], Awaitable[dict[str, float]]],
         metrics: Metrics,
         reports: Reports,
     ) -> None:
@@ -45,6 +46,7 @@ class Training:
         self._learner = learner
         self._gate = gate
         self._load = load
+        self._check = check
         self._metrics = metrics
         self._reports = reports
         self._rows: list[Json] = []
@@ -52,7 +54,7 @@ class Training:
         self._changed = asyncio.Condition()
         self._error: Exception | None = None
         self.done = False
-        self._task = asyncio.create_task(self._run())
+        self._tasks = [asyncio.create_task(self._run())]
 
     @property
     def told(self) -> list[Json]:
@@ -66,8 +68,9 @@ class Training:
 
     async def cancel(self) -> None:
         """Only for a server that stops: the journal keeps the request."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def wait(self) -> None:
         """Until the step is served; raises what ended it otherwise."""
@@ -106,11 +109,12 @@ class Training:
                         logger.warning("training again after: %s", error.message)
                 faults.reached("server-trained")
                 trained = time.monotonic()
-                canary = await self._load(self.model, step)
+                await self._load(self.model, step)
                 self._times["time/load_s"] = time.monotonic() - trained
                 self.model.step = step  # served, and only then
                 faults.reached("server-advanced")
-            self._tell(canary, time.monotonic() - started)
+            self._tell(time.monotonic() - started)
+            self._tasks.append(asyncio.create_task(self._compare()))
         except Exception as error:
             logger.error("training %s failed: %s", self.model.key, error)
             self._metrics.add("art_failed_steps_total", model=self.model.key)
@@ -149,7 +153,20 @@ class Training:
         async with self._changed:
             self._changed.notify_all()
 
-    def _tell(self, canary: float, seconds: float) -> None:
+    async def _compare(self) -> None:
+        """Check the engine against the learner, as a rollout: the next step waits for its end."""
+        try:
+            async with self._gate.sampling():
+                found = await self._check(self.model)
+        except Exception as error:  # the step stands; only its check is missing
+            logger.warning("step %s was not checked: %s", self.model.step, error)
+            return
+        difference = found["canary/logprob_difference"]
+        self._metrics.set("art_canary_logprob_difference", difference, model=self.model.key)
+        history.append(self.model.directory, {"step": self.model.step, **found})
+        self._reports.add(self.model.project, self.model.name, self.model.step, found)
+
+    def _tell(self, seconds: float) -> None:
         """Log the step, count it, and append its means to the run's history."""
         model = self.model
         logger.info("%s is at step %s after %.1f s", model.key, model.step, seconds)
@@ -162,7 +179,6 @@ class Training:
         self._metrics.add("art_retokenized_total", means.get("data/retokenized", 0))
         self._metrics.set("art_step", model.step, model=model.key)
         self._metrics.set("art_train_seconds", seconds, model=model.key)
-        self._metrics.set("art_canary_logprob_difference", canary, model=model.key)
         rewards = [
             trajectory["reward"]
             for group in self.request.groups
@@ -170,7 +186,6 @@ class Training:
             if self.request.config.get("kind") != "sft"  # there rewards mean nothing
         ]
         line = {**means, "time/step_s": seconds, **self._times}
-        line["canary/logprob_difference"] = canary
         line["data/step_num_truncated"] = sum(
             choice.get("finish_reason") == "length" for choice in choices_of(self.request.groups)
         )
