@@ -1,4 +1,4 @@
-"""How the server talks to its worker processes: JSON lines over a socket pair.
+"""How the server talks to its worker processes: JSON lines over a socket, their standard input.
 
 The worker's stdout and stderr go to its log file, so that nothing a library prints can be taken
 for an answer.
@@ -22,7 +22,7 @@ from trainer.calls import Calls, Json, write_error
 from trainer.errors import WorkerDied
 
 logger = logging.getLogger(__name__)
-FD_VARIABLE = "ART_CHANNEL_FD"
+PARENT_VARIABLE = "ART_PARENT_PID"  # who started a process, which may be gone before it asks
 CHUNK = 1 << 20
 LIMIT = 1 << 30  # bytes in one line: a train request holds every trajectory of a step
 
@@ -64,11 +64,10 @@ class Worker:
         with theirs, self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=theirs.fileno(),  # all that torchrun, if it is between us, hands on
                 stdout=log,
                 stderr=log,
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **self._environment, FD_VARIABLE: str(theirs.fileno())},
+                env={**os.environ, **self._environment, PARENT_VARIABLE: str(os.getpid())},
             )
         reader, self._writer = await asyncio.open_connection(sock=ours, limit=LIMIT)
         self._tasks = [asyncio.create_task(self._read(reader))]
@@ -147,7 +146,7 @@ class Channel:
     def __init__(self) -> None:
         # A worker that outlives a killed server could write a checkpoint its successor writes too.
         die_with_parent(signal.SIGKILL)
-        self._socket = socket.socket(fileno=int(os.environ[FD_VARIABLE]))
+        self._socket = socket.socket(fileno=take_stdin())
         self._buffer = bytearray()
         self.open = True
 
@@ -199,6 +198,17 @@ def die_with_parent(how: signal.Signals) -> None:
     if sys.platform == "linux":
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, how)
+    if os.environ.get(PARENT_VARIABLE, str(os.getppid())) != str(os.getppid()):
+        os.kill(os.getpid(), how)  # it was gone before we came to ask
+
+
+def take_stdin() -> int:
+    """What this process was given as its standard input, which is empty from now on."""
+    taken = os.dup(0)
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    return taken
 
 
 def serve(handlers: dict[str, Callable[..., Any]]) -> None:

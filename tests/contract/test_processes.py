@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import os
 import random
+import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.processes import child, children, environment, listens_at, wait_until_gone
 from tests.serving import free_port
 from trainer.channel import Worker
-from trainer.errors import BadRequest, Unsupported
+from trainer.errors import BadRequest, Unsupported, WorkerDied
+from trainer.learner.handle import MODULE
 from trainer.learner.peers import Peers
 
 Row = dict[str, Any]
@@ -40,7 +45,7 @@ def groups() -> list[dict[str, Any]]:
 async def begin(directory: Path, *arguments: str) -> tuple[Worker, asyncio.Task[None]]:
     """A worker that is starting, with `directory` as its own place."""
     command = ["--base-model", "tiny-random", *arguments]
-    worker = Worker("learner", "trainer.learner.worker", command, log=directory / "log")
+    worker = Worker("learner", MODULE, command, log=directory / "log")
     directory.mkdir()
     with contextlib.chdir(directory):
         starting = asyncio.create_task(worker.start())
@@ -49,11 +54,16 @@ async def begin(directory: Path, *arguments: str) -> tuple[Worker, asyncio.Task[
     return worker, starting
 
 
-async def train(worker: Worker, starting: asyncio.Task[None], *, alone: bool) -> list[Row]:
-    """Two steps in a real worker, with a bad request between them; the rows of both."""
+async def train(
+    worker: Worker, starting: asyncio.Task[None], agents: Sequence[int] | None = None
+) -> list[Row]:
+    """Two steps in a real worker, with a bad request between them; the rows of both.
+
+    One that is not alone has a world to look at; `agents` are those of its other machines.
+    """
     checkpoints = "checkpoints"  # another machine would look for it in its own place
-    await starting
     try:
+        await starting
         rows = []
         for _ in range(2):
             stream = worker.stream(
@@ -66,7 +76,9 @@ async def train(worker: Worker, starting: asyncio.Task[None], *, alone: bool) ->
                     "train", checkpoints=checkpoints, groups=bad, config={}, lora=LORA
                 ):
                     pass
-        if not alone:
+        if agents is not None:
+            assert worker.pid
+            is_torchruns_world([worker.pid, *agents])
             with pytest.raises(Unsupported):
                 await worker.call("prepare", checkpoints="full", lora=None)
         return rows
@@ -74,11 +86,26 @@ async def train(worker: Worker, starting: asyncio.Task[None], *, alone: bool) ->
         await worker.stop()
 
 
-async def side_by_side(tmp_path: Path, *arguments: str) -> list[list[Row]]:
+def is_torchruns_world(agents: Sequence[int]) -> None:
+    """Each agent of torchrun started its part of one world, which listens on loopback alone."""
+    ranks = [rank for agent in agents for rank in children(agent)]
+    places = [environment(rank) for rank in ranks]
+    assert [place["RANK"] for place in places] == ["0", "1"]
+    shared = ["TORCHELASTIC_RUN_ID", "WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    worlds = [[place[name] for name in shared] for place in places]
+    assert worlds[0] == worlds[1]
+    assert worlds[0][:4] == ["learner", "2", str(len(agents)), "127.0.0.1"]
+    heard = set().union(*(listens_at(pid) for pid in [*agents, *ranks]))
+    assert heard == {"127.0.0.1"}
+
+
+async def side_by_side(
+    tmp_path: Path, *arguments: str, agents: Sequence[int] = ()
+) -> list[list[Row]]:
     """The same steps in a worker alone, and in one with `arguments`."""
     alone = await begin(tmp_path / "one")
     together = await begin(tmp_path / "two", *arguments)
-    return await asyncio.gather(train(*alone, alone=True), train(*together, alone=False))
+    return await asyncio.gather(train(*alone), train(*together, agents))
 
 
 async def test_two_processes_give_the_gradients_of_one(
@@ -101,12 +128,37 @@ async def test_two_machines_give_the_gradients_of_one_that_is_alone(
         while not (tmp_path / "peers.log").exists():
             await asyncio.sleep(0.01)
     try:
-        one, two = await side_by_side(tmp_path, "--nodes", "2", "--master", master)
+        agent = child(os.getpid(), MODULE)
+        world = ("--nodes", "2", "--master", master)
+        one, two = await side_by_side(tmp_path, *world, agents=[agent])
     finally:
         await peers.stop()
     same_gradients(one, two, tmp_path / "one", tmp_path / "two")
     assert "process 1 of 2 has joined" in (tmp_path / "peers.log").read_text()
     assert not any((tmp_path / "elsewhere").iterdir())
+
+
+async def test_a_lost_process_takes_its_world_with_it_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    worker, starting = await begin(tmp_path / "two", "--processes", "2")
+    try:
+        await starting
+        assert worker.pid
+        ranks = children(worker.pid)
+        os.kill(ranks[1], signal.SIGKILL)
+        while worker.running:
+            await asyncio.sleep(0.01)
+        with pytest.raises(WorkerDied, match="Process 1 of the learner was killed by `SIGKILL`"):
+            await worker.call("ready")
+        wait_until_gone(ranks)
+        assert await worker.revive()
+        ranks = children(worker.pid)
+        os.kill(worker.pid, signal.SIGKILL)  # the agent itself
+        wait_until_gone(ranks)
+    finally:
+        await worker.stop()
 
 
 def same_gradients(one: list[Row], two: list[Row], alone_in: Path, together_in: Path) -> None:

@@ -22,6 +22,8 @@ from typing import Any
 
 import pytest
 
+from tests.processes import environment
+
 LAB = Path("/tmp/art-slurm-lab")
 LAUNCHER = ".venv/bin/launcher"
 # Runs what the laptop has installed: a managed run gets two clusters, and setup is shown elsewhere.
@@ -33,6 +35,7 @@ run: |
   {clone}/.venv/bin/trainer serve --engine embedded --port $ART_PORT --openai-port $ART_OPENAI_PORT
 """
 PYTHON = "LITELLM_LOCAL_MODEL_COST_MAP=True {clone}/.venv/bin/python {clone}/tests/e2e"
+WORLD = ("TORCHELASTIC_RUN_ID", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SERVES = "serves, one of 2 replicas"
 pytestmark = pytest.mark.timeout(1800)
 
@@ -117,6 +120,13 @@ def test_two_machines_sample_and_train_as_one_and_a_killed_one_loses_no_request(
     enough = laptop.clone / "enough"
     with laptop.tunnel() as exports:
         laptop.run(f"{exports}; {python}/train_until.py tiny 2 0")
+        places = [environment(pid) for pid in running("trainer.learner.worker")]
+        places = [place for place in places if "SKYPILOT_NODE_RANK" in place]
+        # torchrun's agent on each machine started its own part of one world.
+        assert sorted(place["SKYPILOT_NODE_RANK"] for place in places) == ["0", "1"]
+        assert all(place["GROUP_RANK"] == place["SKYPILOT_NODE_RANK"] for place in places)
+        (world,) = {tuple(place[name] for name in WORLD) for place in places}
+        assert world[:2] == ("learner", "2"), world
         engine = node_engine()
         idle = ticks(engine)
         rollouts = laptop.start(f"{exports}; {python}/roll_out.py tiny 16 200 {enough}")
@@ -153,14 +163,20 @@ def server_log() -> str:
     return "".join(path.read_text(errors="replace") for path in sorted(logs))
 
 
-def node_engine() -> int:
-    """The process that samples on the second machine: a child of `trainer engine`."""
+def running(module: str) -> Iterator[int]:
+    """The processes that were started as a module of Python's."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended
-            if "trainer.engines.embedded_worker" in path.read_text().split("\0"):
-                above = Path(f"/proc/{parent(int(path.parent.name))}/cmdline").read_text()
-                if "engine" in above.split("\0"):  # of the head it is a child of `trainer serve`
-                    return int(path.parent.name)
+            if module in path.read_text().split("\0"):
+                yield int(path.parent.name)
+
+
+def node_engine() -> int:
+    """The process that samples on the second machine: a child of `trainer engine`."""
+    for pid in running("trainer.engines.embedded_worker"):
+        above = Path(f"/proc/{parent(pid)}/cmdline").read_text()
+        if "engine" in above.split("\0"):  # of the head it is a child of `trainer serve`
+            return pid
     raise AssertionError("no engine runs on the second machine")
 
 

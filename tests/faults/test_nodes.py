@@ -12,7 +12,9 @@ from typing import Any
 
 import httpx
 
+from tests.processes import child, children, wait_until_gone
 from tests.serving import Serving, free_port
+from trainer.learner.handle import MODULE
 
 BASE = "tiny-random"
 MODEL = {"name": "run", "project": "nodes", "base_model": BASE}
@@ -30,16 +32,6 @@ def node(directory: Path, port: int) -> Iterator["subprocess.Popen[bytes]"]:
             yield process
         finally:
             process.kill()
-
-
-def child(process: "subprocess.Popen[bytes]", module: str) -> int:
-    """The process of `module` that another one started."""
-    while True:
-        listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        for pid in listed:
-            if module in Path(f"/proc/{pid}/cmdline").read_text():
-                return int(pid)
-        time.sleep(0.05)
 
 
 def train(serving: Serving, step: int) -> None:
@@ -70,21 +62,37 @@ def wait_for(log: Path, text: str, times: int) -> None:
         time.sleep(0.1)
 
 
-def test_a_learner_and_a_head_that_are_killed_are_joined_again(tmp_path: Path) -> None:
+def learner(process: "subprocess.Popen[bytes]") -> list[int]:
+    """torchrun's agent, a child of `process`, and what it has started."""
+    agent = child(process.pid, MODULE)
+    return [agent, *children(agent)]
+
+
+def test_learners_and_a_head_that_are_killed_are_joined_again(tmp_path: Path) -> None:
     port = free_port()
     arguments = ("--nodes", "2", "--nodes-host", "127.0.0.1", "--nodes-port", str(port))
     serving = Serving(tmp_path / "head", BASE, *arguments, ART_API_KEY=KEY)
     with node(tmp_path / "node", port) as other, serving:
         train(serving, 1)
-        os.kill(child(other, "trainer.learner.worker"), signal.SIGKILL)
+        _, rank = learner(other)
+        os.kill(rank, signal.SIGKILL)
         train(serving, 2)  # the learner here left the broken world, and a new one was met
+        agent, rank = learner(serving.process)
+        os.kill(agent, signal.SIGKILL)
+        wait_until_gone([rank])
+        train(serving, 3)
         wait_for(serving.log, "serves, one of 2 replicas", 1)
+        here = learner(serving.process)
         serving.process.kill()
         serving.process.wait()
+        wait_until_gone(here)
         serving.start()
-        train(serving, 3)
+        train(serving, 4)
         wait_for(serving.log, "serves, one of 2 replicas", 2)
         assert other.poll() is None
+        everyone = [*learner(serving.process), *learner(other)]
+        assert len(everyone) == 4
         serving.process.terminate()
         assert serving.process.wait(60) == 0
         assert other.wait(60) == 0  # sent home
+        wait_until_gone(everyone)

@@ -1,11 +1,15 @@
 """The server's end and a worker's end of a channel, with a real process between them."""
 
+import os
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from trainer.channel import CHUNK, Worker
+from trainer.channel import CHUNK, PARENT_VARIABLE, Worker
 from trainer.server.app import _bind
 
 ECHO = """
@@ -35,6 +39,17 @@ async def test_calls_of_any_size_arrive_whole_and_in_order(
         assert [row async for row in worker.stream("lengths", groups=[], more=None)] == []
     finally:
         await worker.stop()
+
+
+def test_a_process_whose_parent_is_gone_already_dies_as_if_it_had_seen_it() -> None:
+    code = "import signal; from trainer.channel import *; die_with_parent(signal.SIGKILL)"
+
+    def ends_with(parent: int) -> int:
+        environment = {**os.environ, PARENT_VARIABLE: str(parent)}
+        return subprocess.run([sys.executable, "-c", code], env=environment).returncode
+
+    assert ends_with(os.getpid()) == 0
+    assert ends_with(os.getppid()) == -signal.SIGKILL
 
 
 def test_a_bound_socket_names_its_protocol() -> None:

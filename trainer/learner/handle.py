@@ -7,15 +7,17 @@ from typing import Any
 from trainer.channel import Worker, visible
 from trainer.config import LoraConfig, ServerConfig, StepConfig
 
+MODULE = "trainer.learner.torchrun"
+
 
 class Learner:
-    """Handle of `trainer.learner.worker`, the first process of the learner."""
+    """Handle of the learner: its one process, or torchrun's agent above several."""
 
     def __init__(self, base_model: str, *, log: Path, config: ServerConfig | None = None) -> None:
         config = config or ServerConfig()
         self._worker = Worker(
             "learner",
-            "trainer.learner.worker",
+            MODULE,
             arguments(base_model, nodes=config.nodes, number=0, master=config.learners_meet)
             + (["--quantization", config.quantization] if config.quantization else []),
             log=log,

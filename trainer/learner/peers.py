@@ -1,7 +1,7 @@
 """This machine's part of a learner whose first process is on another one.
 
-The processes leave when their world breaks, as after the death of any of them, and are started
-again here to join the next one.
+torchrun's agent and its processes leave when their world breaks, as after the death of any of
+them, and are started again here to join the next one.
 """
 
 import asyncio
@@ -11,8 +11,8 @@ import os
 import sys
 from pathlib import Path
 
-from trainer.channel import visible
-from trainer.learner.handle import arguments
+from trainer.channel import PARENT_VARIABLE, visible
+from trainer.learner.handle import MODULE, arguments
 
 logger = logging.getLogger(__name__)
 AGAIN_AFTER = 1.0  # seconds
@@ -29,8 +29,8 @@ class Peers:
 
     async def join(self, base_model: str, *, number: int, nodes: int, master: str) -> None:
         """Be machine `number` of `nodes`; the same again changes nothing."""
-        module = [sys.executable, "-m", "trainer.learner.worker"]
-        command = [*module, *arguments(base_model, nodes=nodes, number=number, master=master)]
+        start = [sys.executable, "-m", MODULE]
+        command = [*start, *arguments(base_model, nodes=nodes, number=number, master=master)]
         if command == self._command:
             return
         await self.stop()
@@ -52,7 +52,11 @@ class Peers:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env={**os.environ, **self._environment},
+                    env={
+                        **os.environ,
+                        **self._environment,
+                        PARENT_VARIABLE: str(os.getpid()),
+                    },
                 )
             try:
                 logger.info("a learner process joins (pid %s)", process.pid)

@@ -1,7 +1,6 @@
-"""The learner's process: `python -m trainer.learner.worker --base-model tiny-random`.
+"""The learner's process, alone or one of several that train each step together.
 
-With `--processes N` (by default one for each GPU) it starts N - 1 more of itself, which train
-each step together with it. With `--nodes M` so does the same command on M - 1 other machines.
+`trainer/learner/torchrun.py` starts it. The first one answers the server, the others follow it.
 """
 
 import argparse
@@ -23,7 +22,7 @@ from trainer.config import LoraConfig, read_step_config
 from trainer.device import default_device, default_dtype, keep_freed_memory
 from trainer.errors import OutOfMemory
 from trainer.learner.learner import Learner
-from trainer.learner.world import World, join, start_others
+from trainer.learner.world import World, join
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -84,8 +83,7 @@ def leaving_a_broken_world() -> Iterator[None]:
 
 def follow(world: World, calls: Handlers) -> None:
     """What the other processes do: the same calls as the first one, without answers."""
-    # Whoever started this process would start another in its place.
-    channel.die_with_parent(signal.SIGKILL)
+    os.close(channel.take_stdin())  # it is the first process that the server talks to
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     logger.info("process %s of %s has joined", world.rank, world.size)
     while True:
@@ -101,20 +99,18 @@ def follow(world: World, calls: Handlers) -> None:
                 logger.info("not done: %s", error.message)  # the first process answers with it
 
 
-def main() -> None:
+def main(given: list[str] | None = None) -> None:
+    # Whoever started this process would start another in its place.
+    channel.die_with_parent(signal.SIGKILL)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base-model", required=True)
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto")
     parser.add_argument("--quantization", choices=["fp8"], help="how frozen weights are held")
-    parser.add_argument("--processes", type=int, default=max(torch.cuda.device_count(), 1))
-    parser.add_argument("--nodes", type=int, default=1, help="machines that train together")
-    parser.add_argument("--number", type=int, default=0, help="which of them this is")
-    parser.add_argument("--master", default="", help="HOST:PORT where number 0 is met")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     keep_freed_memory()
     device, directory = default_device(), resolve(arguments.base_model)
     dtype = DTYPES.get(arguments.dtype) or default_dtype(directory, device)
-    world = _join(arguments, device)
+    world = join(device)
     learner = Learner(
         arguments.base_model,
         directory,
@@ -129,13 +125,6 @@ def main() -> None:
     if world.size > 1:
         calls = {name: told_to_all(world, name, handler) for name, handler in calls.items()}
     channel.serve(calls)
-
-
-def _join(arguments: argparse.Namespace, device: torch.device) -> World:
-    processes, nodes = arguments.processes, arguments.nodes
-    if processes * nodes > 1 and "RANK" not in os.environ:
-        start_others(processes, nodes=nodes, number=arguments.number, master=arguments.master)
-    return join(device)
 
 
 if __name__ == "__main__":

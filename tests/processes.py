@@ -1,0 +1,56 @@
+"""What the kernel tells of running processes."""
+
+import socket
+import struct
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+LISTENS = "0A"
+
+
+def children(pid: int) -> list[int]:
+    return [int(found) for found in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def child(pid: int, module: str) -> int:
+    """The process of `module` that another one started, or is about to start."""
+    while True:
+        for found in children(pid):
+            if module in Path(f"/proc/{found}/cmdline").read_text():
+                return found
+        time.sleep(0.05)
+
+
+def environment(pid: int) -> dict[str, str]:
+    entries = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def listens_at(pid: int) -> set[str]:
+    """The addresses at which a process takes TCP connections."""
+    found = set()
+    sockets = {str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, _, _, _, _, _, inode, *_ = line.split()
+            if state == LISTENS and f"socket:[{inode}]" in sockets:
+                address = local.partition(":")[0]
+                short = table == "tcp"
+                found.add(
+                    socket.inet_ntoa(struct.pack("<I", int(address, 16))) if short else address
+                )
+    return found
+
+
+def wait_until_gone(pids: Iterable[int]) -> None:
+    for pid in pids:
+        while _lives(pid):
+            time.sleep(0.05)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,152 @@
+"""Starts the learner: `python -m trainer.learner.torchrun --base-model tiny-random`.
+
+One process (by default there is one for each GPU) is the worker itself. Several, here or with
+`--nodes M` on M machines, are started by torchrun's agent, which is then this process. It never
+starts them again by itself: the server knows which step was lost, and starts the agent again. What
+is not an argument of this module is one of the worker's.
+"""
+
+import argparse
+import fcntl
+import logging
+import os
+import signal
+import socket
+import struct
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from trainer.channel import PARENT_VARIABLE, die_with_parent
+
+JOIN_WITHIN = timedelta(minutes=30)  # other machines may still be set up
+NAME = "learner"  # of the world and of how its machines meet
+BROKEN = "broken"  # set in the store by a machine that comes a second time
+
+
+class Meeting(StaticTCPRendezvous):
+    """torchrun's own for fixed machines, but heard by these alone, and broken when one is lost."""
+
+    def get_backend(self) -> str:
+        return NAME
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """The store of the world; a machine that was in it before has lost it, and breaks it."""
+        if self.rank == 0:
+            # A listening socket, else it would listen on every address of this machine.
+            listening = _listen(self.master_addr, self.master_port)
+            self.master_port = listening.getsockname()[1]
+            self._store = dist.TCPStore(  # type: ignore[attr-defined]
+                self.master_addr,
+                self.master_port,
+                self.world_size,
+                is_master=True,
+                timeout=self.timeout,
+                master_listen_fd=listening.detach(),
+            )
+        met = super().next_rendezvous()
+        self.store = met.store
+        if self.store.add(f"joined/{self.rank}", 1) > 1:
+            self.store.set(BROKEN, "yes")
+        self.num_nodes_waiting()
+        return met
+
+    def num_nodes_waiting(self) -> int:
+        """None ever. The agent asks often: the place to see that a machine was lost."""
+        try:
+            broken = self.store.check([BROKEN])
+        except Exception:  # its first machine is gone, in words that differ by version
+            broken = True
+        if broken:
+            raise RendezvousClosedError("The learner's processes lost each other")
+        return 0
+
+
+def launch(processes: int, nodes: int, number: int, master: str, arguments: list[str]) -> None:
+    """Run this machine's processes, as `number` of `nodes` that meet at `master`, to their end."""
+    host, _, port = (master if nodes > 1 else "127.0.0.1:0").rpartition(":")
+    if interface := interface_towards(host):
+        # Else they may take the address of the host's name: loopback, or one that others reach.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
+    within = int(JOIN_WITHIN.total_seconds())
+    rendezvous_handler_registry.register(
+        NAME, lambda _: Meeting(host, int(port), number, nodes, NAME, within)
+    )
+    config = LaunchConfig(
+        min_nodes=nodes,
+        max_nodes=nodes,
+        nproc_per_node=processes,
+        run_id=NAME,
+        rdzv_backend=NAME,
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(os.devnull),  # they write to where this process does
+    )
+    logging.disable(logging.ERROR)  # what a process said last is the error that is shown
+    try:
+        elastic_launch(config, sys.executable)("-m", "trainer.learner.worker", *arguments)
+    except ChildFailedError as error:
+        for rank, failure in error.failures.items():
+            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # the agent sends it
+                sys.exit(f"Process {rank} of the learner was killed by `{failure.signal_name()}`")
+        sys.exit(1)
+    except RendezvousClosedError as error:
+        sys.exit(str(error))
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
+
+
+def interface_towards(address: str) -> str | None:
+    """The network interface from which `address` is reached; None where it has another address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # sends nothing
+        except OSError:
+            return None
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                found = fcntl.ioctl(probe, 0x8915, request)[20:24]  # SIOCGIFADDR
+            except OSError:
+                continue  # it has no address
+            if found == own:
+                return name
+    return None
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family)
+
+
+def main() -> None:
+    die_with_parent(signal.SIGKILL)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--processes", type=int, default=max(torch.cuda.device_count(), 1))
+    parser.add_argument("--nodes", type=int, default=1, help="machines that train together")
+    parser.add_argument("--number", type=int, default=0, help="which of them this is")
+    parser.add_argument("--master", default="", help="HOST:PORT where number 0 is met")
+    world, arguments = parser.parse_known_args()
+    if world.processes * world.nodes > 1:
+        launch(world.processes, world.nodes, world.number, world.master, arguments)
+    else:
+        from trainer.learner.worker import main as work  # what the agent need not wait for
+
+        work(arguments)
+
+
+if __name__ == "__main__":
+    main()
