@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kit.manifest import damage, read_manifest, write_manifest
+from kit.manifest import MANIFEST, damage, read_manifest, write_manifest
 from trainer import faults
 from trainer.errors import CheckpointError, DiskFull, NotFound
 
@@ -83,10 +83,12 @@ def save(
         checkpoints.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=checkpoints))
         write(temporary)
-        write_manifest(temporary, {**about, "step": step})
-        temporary.chmod(0o755)
         with ThreadPoolExecutor() as pool:
-            list(pool.map(_sync, temporary.rglob("*")))
+            synced = pool.map(_sync, list(temporary.rglob("*")))  # while they are hashed
+            write_manifest(temporary, {**about, "step": step})
+            list(synced)
+        temporary.chmod(0o755)
+        _sync(temporary / MANIFEST)
         _sync(temporary)
         if target.is_dir():
             shutil.rmtree(target)
