@@ -4,6 +4,7 @@ SkyPilot's SDK only queues: every call returns a request id, and its errors surf
 """
 
 import contextlib
+import errno
 import io
 import os
 import re
@@ -130,6 +131,18 @@ def _ours(exc: Exception, cluster: str) -> LauncherError:
     error, message, hint = next((_ERRORS[name] for name in names if name in _ERRORS), default)
     where = {"cluster": cluster, "what": what}
     return error(message.format_map(where), hint=hint and hint.format_map(where))
+
+
+@contextlib.contextmanager
+def reading(out: TextIO) -> Iterator["Reader"]:
+    """Gives what SkyPilot may write a log for `out` to; `BrokenPipeError` when nobody reads it."""
+    reader = Reader(out)
+    try:
+        yield reader
+    except KeyboardInterrupt:
+        if reader.gone:
+            raise BrokenPipeError(errno.EPIPE, "nobody reads the log any more") from None
+        raise
 
 
 class Reader(io.TextIOBase):

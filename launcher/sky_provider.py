@@ -1,7 +1,6 @@
 """Clusters that SkyPilot rents, through `sky_door`, and reaches by ssh, through `remote`."""
 
 import contextlib
-import errno
 import shlex
 import sys
 import tempfile
@@ -19,10 +18,10 @@ from launcher.provider import WORKDIR, Check, ClusterInfo, Cost, Progress, Run, 
 from launcher.remote import Remote
 from launcher.sky_door import (
     ANY,
-    Reader,
     forget_alias,
     launch_command,
     parse,
+    reading,
     sky,
     translated,
 )
@@ -198,16 +197,8 @@ class SkyProvider:
 
     def logs(self, name: str, run_id: str | None, *, follow: bool, tail: int, out: TextIO) -> None:
         skypilot, job_id = sky(), None if run_id is None else int(run_id)
-        reader = Reader(out)
-        try:
-            with translated(name):
-                code = skypilot.tail_logs(
-                    name, job_id, follow=follow, tail=tail, output_stream=reader
-                )
-        except KeyboardInterrupt:
-            if reader.gone:
-                raise BrokenPipeError(errno.EPIPE, "nobody reads the log any more") from None
-            raise
+        with reading(out) as reader, translated(name):
+            code = skypilot.tail_logs(name, job_id, follow=follow, tail=tail, output_stream=reader)
         if code == _NOT_FOUND:
             raise RunNotFound(f"Cluster `{name}` has no run `{run_id or 1}`")
 
