@@ -15,6 +15,7 @@ from launcher.endpoints import Endpoints, is_healthy
 from launcher.errors import ClusterNotFound, LauncherError, ProviderError, RemoteError, RunNotFound
 from launcher.files import select
 from launcher.provider import (
+    SERVER,
     SETUP_FAILED,
     STATE_DIR,
     ClusterInfo,
@@ -146,12 +147,7 @@ class Cluster:
             path = f"{STATE_DIR}/logs/{_PROCESSES[run_id]}.log"
             self.provider.read(self.name, path, follow=follow, tail=tail, out=out)
             return
-        if run_id == "server":
-            servers = [run for run in self.provider.runs(self.name) if run.name != "run"]
-            if not servers:
-                raise RunNotFound(f"Cluster `{self.name}` has no server yet")
-            run_id = servers[-1].id
-        elif run_id is not None and not run_id.isdecimal():
+        if run_id not in (None, SERVER) and not run_id.isdecimal():
             raise self._no_run(run_id)
         self.provider.logs(self.name, run_id, follow=follow, tail=tail, out=out)
 

@@ -172,6 +172,15 @@ class Reader(io.TextIOBase):
             raise KeyboardInterrupt from None
 
 
+def write_alias(cluster: str) -> None:
+    """Write the ssh alias of a cluster that is up, as `sky status` does; the SDK cannot."""
+    sky()
+    from sky.client.cli import command
+
+    with translated(cluster):
+        command._get_cluster_records_and_set_ssh_config([cluster])
+
+
 def forget_alias(cluster: str) -> None:
     """Remove the ssh alias, which SkyPilot keeps where a cluster was never whole."""
     sky()
