@@ -25,6 +25,7 @@ from launcher.provider import (
     Run,
     RunStatus,
     Sent,
+    live_server,
 )
 from launcher.settings import Settings, read
 from launcher.showing import Showing
@@ -220,14 +221,11 @@ class Cluster:
         return pulled, spent
 
     def _server(self) -> Run | None:
-        """The task's own run if it is alive: the first of those that are."""
         status = self.status()
         if status is None or status.status != "up":
             return None
         with contextlib.suppress(ClusterNotFound):
-            for run in self.provider.runs(self.name):
-                if not run.status.over and run.name != "run":
-                    return run
+            return live_server(self.provider.runs(self.name))
         return None
 
     def _run(self, run_id: str) -> Run:

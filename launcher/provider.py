@@ -53,6 +53,11 @@ def id_of(run_id: str | None, cluster: str, runs: Sequence[Run]) -> str:
     return wanted[-1].id
 
 
+def live_server(runs: Sequence[Run]) -> Run | None:
+    """The run of the task itself if it is alive: the first of those that are."""
+    return next((run for run in runs if run.name != "run" and not run.status.over), None)
+
+
 @dataclass(frozen=True)
 class ClusterInfo:
     """A cluster as its provider sees it."""

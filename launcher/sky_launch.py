@@ -13,7 +13,7 @@ from launcher import scripts, sky_runs
 from launcher.errors import LauncherError, ProviderError
 from launcher.files import remember, select
 from launcher.lease import hours_within
-from launcher.provider import Cost, Run, RunStatus
+from launcher.provider import Cost, Run, RunStatus, live_server
 from launcher.room import with_room
 from launcher.sky_door import ANY, launch_command, parse, sky, translated
 from launcher.state import sent_record
@@ -106,9 +106,7 @@ def _resume(name: str) -> Run | None:
         with contextlib.suppress(LauncherError), translated(name):
             skypilot.stream_and_get(request.request_id)
     with contextlib.suppress(LauncherError):  # it came to nothing: this launch says why
-        for run in sky_runs.runs(name):
-            if run.name != "run" and not run.status.over:
-                return run
+        return live_server(sky_runs.runs(name))
     return None
 
 
