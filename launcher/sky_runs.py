@@ -61,8 +61,10 @@ def logs(name: str, run_id: str | None, *, follow: bool, tail: int, out: TextIO)
         threading.Thread(target=_import, daemon=True).start()
     found, shown = None, ""
     if run_id == SERVER or not (follow and tail):
-        # Which of the last lines were shown, SkyPilot could not tell when it comes: it shows them.
+        # When SkyPilot comes the last lines may be others, so then it alone shows them.
         found, shown = _read(name, run_id, "0" if follow and tail else str(tail or "+1"))
+    if follow:
+        shown = shown[: shown.rfind("\n") + 1]  # it shows the rest of a line with its begin
     if shown:
         out.write(shown)
         out.flush()

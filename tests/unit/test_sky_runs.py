@@ -90,8 +90,12 @@ def test_the_server_is_the_newest_that_is_no_run(skypilot: FakeSky) -> None:
     assert skypilot.asked == [(9, 1)]
 
 
-def test_a_followed_log_shows_every_line_once(skypilot: FakeSky) -> None:
-    assert shown("2", follow=True) == f"{BEGIN}one of 2-run\ntwo of 2-run\nmore\n"
+def test_a_followed_log_shows_every_line_once(skypilot: FakeSky, tmp_path: Path) -> None:
+    with (tmp_path / "sky_logs/2-run/run.log").open("a") as log:
+        log.write("half a line, and ")
+    assert shown("2", follow=True) == (
+        f"{BEGIN}one of 2-run\ntwo of 2-run\nhalf a line, and more\n"
+    )
     assert skypilot.asked == [(2, 0)]
 
 
