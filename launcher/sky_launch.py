@@ -19,9 +19,6 @@ from launcher.sky_door import ANY, launch_command, parse, sky, translated
 from launcher.state import sent_record
 from launcher.task import Task
 
-_REQUEST = "sky.launch"
-"""What SkyPilot calls the request of a launch."""
-
 
 def launch(
     name: str,
@@ -97,17 +94,26 @@ def _resume(name: str) -> Run | None:
 
     SkyPilot finishes what it was asked for, and a second launch beside it starts a second server.
     """
-    skypilot = sky()
-    with translated(name):
-        asked = [it for it in skypilot.api_status(cluster_name=name) if it.name == _REQUEST]
+    skypilot, asked = sky(), _requests(name)
     if not asked:
         return None
     for request in asked:
         with contextlib.suppress(LauncherError), translated(name):
-            skypilot.stream_and_get(request.request_id)
+            skypilot.stream_and_get(request)
     with contextlib.suppress(LauncherError):  # it came to nothing: this launch says why
         return live_server(sky_runs.runs(name))
     return None
+
+
+def _requests(name: str, **which: Any) -> list[str]:
+    """Launches of a cluster that SkyPilot was asked for, newest first; by default not those over.
+
+    An older API server tells of every cluster, whichever is asked for.
+    """
+    skypilot = sky()
+    with translated(name):
+        known = skypilot.api_status(cluster_name=name, **which)
+    return [it.request_id for it in known if (it.name, it.cluster_name) == ("sky.launch", name)]
 
 
 def _record(name: str) -> dict[str, Any] | None:
@@ -138,11 +144,9 @@ def _invoke(name: str, command: Any, context: Any) -> None:
 
 def _launched(name: str, label: str) -> Run:
     """The job that the newest launch started, which SkyPilot's command tells to people only."""
-    skypilot = sky()
+    skypilot, (newest, *_) = sky(), _requests(name, all_status=True, limit=50)
     with translated(name):
-        requests = skypilot.api_status(cluster_name=name, all_status=True, limit=50)
-        newest = next(it for it in requests if it.name == _REQUEST)
-        job_id, *_ = skypilot.get(newest.request_id)
+        job_id, *_ = skypilot.get(newest)
     return Run(str(job_id), label, RunStatus.PENDING)
 
 

@@ -47,10 +47,13 @@ class FakeSky:
         return [{"status": SimpleNamespace(value="UP"), "handle": handle}] if self.launched else []
 
     def api_status(self, *, cluster_name: str, **_: Any) -> list[Any]:
-        done = [SimpleNamespace(name="sky.launch", request_id=(7, None, None))] * bool(
-            self.launched
-        )
-        return [SimpleNamespace(name=name, request_id=name) for name in self.under_way] + done
+        over = [("sky.launch", (7, None, None))] if self.launched else []
+        requests = [*((name, name) for name in self.under_way), *over]
+        return [
+            SimpleNamespace(name=name, request_id=request_id, cluster_name=cluster)
+            for cluster in ("other", cluster_name)
+            for name, request_id in requests
+        ]
 
     def stream_and_get(self, request_id: str) -> None:
         self.waited.append(request_id)
