@@ -80,18 +80,21 @@ def down() -> None:
 
 
 def first_line(command: str) -> float:
-    """Seconds until `command` prints anything."""
+    """Seconds until `command` prints a log; `sky logs` says before that it will."""
     started = time.monotonic()
     with subprocess.Popen(
         [LAB / "as-dev", command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
+        text=True,
     ) as process:
         assert process.stdout is not None
-        process.stdout.readline()
+        lines = iter(process.stdout)
+        if not any("Waiting for task resources" in line for line in lines):
+            raise SystemExit(f"{command} showed no log")
         seen = time.monotonic() - started
-        process.stdout.read()  # to its end: SkyPilot takes a closed pipe for a lost connection
+        list(lines)  # to its end: SkyPilot takes a closed pipe for a lost connection
         return seen
 
 
@@ -180,7 +183,7 @@ def measure(rounds: int) -> Table:
             statistics.median(first_line(f".venv/bin/sky {plain} --no-follow") for _ in range(3)),
         )
         first = f"first line of {what}, from the prompt"
-        table.add([first, f"{row[0]:.1f} s", f"{row[1]:.1f} s", ""])
+        table.add([first, f"{row[0]:.1f} s", f"{row[1]:.1f} s", "within 2 s"])
     return table
 
 

@@ -15,6 +15,7 @@ from launcher.endpoints import Endpoints, is_healthy
 from launcher.errors import ClusterNotFound, LauncherError, ProviderError, RemoteError, RunNotFound
 from launcher.files import select
 from launcher.provider import (
+    SERVER,
     SETUP_FAILED,
     STATE_DIR,
     ClusterInfo,
@@ -24,6 +25,7 @@ from launcher.provider import (
     Run,
     RunStatus,
     Sent,
+    live_server,
 )
 from launcher.settings import Settings, read
 from launcher.showing import Showing
@@ -146,12 +148,7 @@ class Cluster:
             path = f"{STATE_DIR}/logs/{_PROCESSES[run_id]}.log"
             self.provider.read(self.name, path, follow=follow, tail=tail, out=out)
             return
-        if run_id == "server":
-            servers = [run for run in self.provider.runs(self.name) if run.name != "run"]
-            if not servers:
-                raise RunNotFound(f"Cluster `{self.name}` has no server yet")
-            run_id = servers[-1].id
-        elif run_id is not None and not run_id.isdecimal():
+        if run_id not in (None, SERVER) and not run_id.isdecimal():
             raise self._no_run(run_id)
         self.provider.logs(self.name, run_id, follow=follow, tail=tail, out=out)
 
@@ -224,14 +221,11 @@ class Cluster:
         return pulled, spent
 
     def _server(self) -> Run | None:
-        """The task's own run if it is alive: the first of those that are."""
         status = self.status()
         if status is None or status.status != "up":
             return None
         with contextlib.suppress(ClusterNotFound):
-            for run in self.provider.runs(self.name):
-                if not run.status.over and run.name != "run":
-                    return run
+            return live_server(self.provider.runs(self.name))
         return None
 
     def _run(self, run_id: str) -> Run:

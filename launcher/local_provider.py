@@ -30,6 +30,7 @@ from launcher.provider import (
     Run,
     RunStatus,
     Sent,
+    id_of,
 )
 from launcher.task import Task
 
@@ -108,7 +109,7 @@ class LocalProvider:
         end(self._run_directory(name, run_id))
 
     def logs(self, name: str, run_id: str | None, *, follow: bool, tail: int, out: TextIO) -> None:
-        directory = self._run_directory(name, run_id or str(len(self.runs(name))))
+        directory = self._run_directory(name, id_of(run_id, name, self.runs(name)))
         show(
             directory / "log",
             follow=lambda: follow and not read_run(directory).status.over,

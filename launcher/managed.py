@@ -15,7 +15,7 @@ from launcher.endpoints import Endpoints
 from launcher.errors import LauncherError, ProviderError
 from launcher.provider import STATE_DIR, WORKDIR, Run, RunStatus
 from launcher.settings import Settings
-from launcher.sky_door import sky, translated
+from launcher.sky_door import reading, sky, translated
 from launcher.task import Task
 
 # A run is pending too while SkyPilot brings up a cluster for it, the first or the next.
@@ -96,8 +96,8 @@ def logs(run_id: str | None, *, follow: bool, tail: int = 0) -> None:
         run_id = known[-1].id
     else:
         _run(run_id)
-    out, skypilot = sys.stdout, sky()
-    with translated(run_id):
+    skypilot = sky()
+    with reading(sys.stdout) as out, translated(run_id):
         skypilot.jobs.tail_logs(
             job_id=int(run_id), follow=follow, tail=tail or None, output_stream=out
         )

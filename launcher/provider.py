@@ -10,11 +10,14 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol, TextIO
 
+from launcher.errors import RunNotFound
 from launcher.task import Task
 
 WORKDIR = "sky_workdir"
 STATE_DIR = f"{WORKDIR}/.art"
 """Where `trainer serve` keeps its checkpoints, below the home of a cluster."""
+SERVER = "server"
+"""In place of a run's id: the newest run of the task itself."""
 SETUP_FAILED = "The setup failed"
 """What a server's log says where its setup did not end well, and the server did not start."""
 
@@ -38,6 +41,21 @@ class Run:
     id: str
     name: str
     status: RunStatus
+
+
+def id_of(run_id: str | None, cluster: str, runs: Sequence[Run]) -> str:
+    """The id of the run that is asked for: None is the newest, `SERVER` that of the task itself."""
+    if run_id is not None and run_id != SERVER:
+        return run_id
+    wanted = [run for run in runs if run_id is None or run.name != "run"]
+    if not wanted:
+        raise RunNotFound(f"Cluster `{cluster}` has no {run_id or 'run'} yet")
+    return wanted[-1].id
+
+
+def live_server(runs: Sequence[Run]) -> Run | None:
+    """The run of the task itself if it is alive: the first of those that are."""
+    return next((run for run in runs if run.name != "run" and not run.status.over), None)
 
 
 @dataclass(frozen=True)
@@ -142,7 +160,10 @@ class Provider(Protocol):
         """Exit code of a run that is over."""
 
     def logs(self, name: str, run_id: str | None, *, follow: bool, tail: int, out: TextIO) -> None:
-        """Write the output of a run, of the newest for None; `tail` of 0 is all of it."""
+        """Write the output of a run, of the newest for None, of the server for `SERVER`.
+
+        `tail` of 0 is all of it.
+        """
 
     def read(self, name: str, path: str, *, follow: bool, tail: int, out: TextIO) -> None:
         """Write a text file below the cluster's home to `out`, as `logs` does."""

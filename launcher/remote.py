@@ -55,7 +55,10 @@ class Remote:
         try:
             # Sent with the request, not as a prefix of the command: the shell's rc file reads it.
             with Connection(
-                self.cluster, config=Config(ssh_config=config), inline_ssh_env=False
+                self.cluster,
+                config=Config(ssh_config=config),
+                inline_ssh_env=False,
+                connect_timeout=10,  # a machine that is gone does not say so
             ) as connection:
                 result = connection.run(
                     command,

@@ -4,6 +4,7 @@ SkyPilot's SDK only queues: every call returns a request id, and its errors surf
 """
 
 import contextlib
+import errno
 import io
 import os
 import re
@@ -132,6 +133,18 @@ def _ours(exc: Exception, cluster: str) -> LauncherError:
     return error(message.format_map(where), hint=hint and hint.format_map(where))
 
 
+@contextlib.contextmanager
+def reading(out: TextIO) -> Iterator["Reader"]:
+    """Gives what SkyPilot may write a log for `out` to; `BrokenPipeError` when nobody reads it."""
+    reader = Reader(out)
+    try:
+        yield reader
+    except KeyboardInterrupt:
+        if reader.gone:
+            raise BrokenPipeError(errno.EPIPE, "nobody reads the log any more") from None
+        raise
+
+
 class Reader(io.TextIOBase):
     """`out` as SkyPilot may write to it, which takes a closed pipe for a lost connection.
 
@@ -157,6 +170,15 @@ class Reader(io.TextIOBase):
         except BrokenPipeError:
             self.gone = True
             raise KeyboardInterrupt from None
+
+
+def write_alias(cluster: str) -> None:
+    """Write the ssh alias of a cluster that is up, as `sky status` does; the SDK cannot."""
+    sky()
+    from sky.client.cli import command
+
+    with translated(cluster):
+        command._get_cluster_records_and_set_ssh_config([cluster])
 
 
 def forget_alias(cluster: str) -> None:

@@ -9,7 +9,16 @@ from typing import TextIO
 from kit.manifest import write_manifest
 from launcher.errors import ClusterNotFound, RunNotFound
 from launcher.files import forgotten, remember, select, size
-from launcher.provider import Check, ClusterInfo, Cost, Progress, Run, RunStatus, Sent
+from launcher.provider import (
+    Check,
+    ClusterInfo,
+    Cost,
+    Progress,
+    Run,
+    RunStatus,
+    Sent,
+    id_of,
+)
 from launcher.task import Task
 
 
@@ -87,10 +96,10 @@ class FakeProvider:
         return self.code
 
     def logs(self, name: str, run_id: str | None, *, follow: bool, tail: int, out: TextIO) -> None:
-        ids = [run.id for run in self.runs(name)]
-        if (run_id or ids[-1]) not in ids:
+        run_id = id_of(run_id, name, self.runs(name))
+        if run_id not in [run.id for run in self.runs(name)]:
             raise RunNotFound(f"Cluster `{name}` has no run `{run_id}`")
-        out.write(f"output of {run_id or ids[-1]}\n")
+        out.write(f"output of {run_id}\n")
 
     def read(self, name: str, path: str, *, follow: bool, tail: int, out: TextIO) -> None:
         self.runs(name)

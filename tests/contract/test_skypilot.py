@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import LauncherError
+from launcher.room import with_room
 from launcher.settings import Settings
 from launcher.task import Task
 from tests.serving import free_port
@@ -29,6 +30,17 @@ def test_skypilot_takes_every_task_of_ours_with_a_bucket(path: Path) -> None:
     assert (storage.source, storage.mode.value) == ("s3://mine/here", "MOUNT_CACHED")
     assert task.envs["ART_BUCKET"] == "s3://mine/here"  # the server tells what is safe there
     assert all(resources.autostop_config.down for resources in task.resources)
+
+
+def test_skypilot_makes_a_slurm_cluster_larger_than_its_job() -> None:
+    import sky
+
+    ours = Task.load(ROOT / "sky/art-cpu.yaml", Settings())
+    nothing = dict.fromkeys(("infra", "cloud", "cpus", "memory", "gpus", "instance_type"))
+    resources = with_room(ours.config["resources"], nothing, lambda: ["slurm"])
+    (taken,) = sky.Task.from_yaml_config({**ours.config, "resources": resources}).resources
+    assert taken.cloud.get_vcpus_mem_from_instance_type(taken.instance_type) == (4.0, 8.0)
+    assert taken.cpus == "3+"  # what its job asks for
 
 
 def launcher(*arguments: str, home: Path, **environment: str) -> str:

@@ -219,13 +219,25 @@ def test_skypilot_passes_the_suite_of_the_providers_and_sky_down_ends_its_cluste
 def brief(laptop: Any) -> Any:
     """A cluster that nobody uses, beside which nothing more is launched.
 
-    Another launch would end what tears down a cluster on the same machine.
+    Another launch would end what tears down a cluster on the same machine. Whoever launches it is
+    killed on the way, and launches it again.
     """
     laptop.clone.parent.chmod(0o755)  # the account may run what the laptop installed
     (laptop.clone / "light.yaml").write_text(LIGHT.format(clone=laptop.clone))
-    laptop.run("./launch-cluster.sh -c brief --idle-minutes 1 light.yaml")
-    assert left("brief") != []
+    command = "./launch-cluster.sh -c brief --idle-minutes 1 light.yaml"
+    killed = laptop.start(command)
+    while killed.poll() is None and not left("brief"):
+        time.sleep(0.1)
+    subprocess.run(["pkill", "-KILL", "-u", "artdev", "-f", "launcher up -c brief"], check=True)
+    killed.communicate()
+    laptop.run(command)
     return laptop
+
+
+def test_a_launch_that_lost_its_client_is_taken_up_by_the_next(brief: Any) -> None:
+    assert [run["status"] for run in json.loads(brief.run(f"{LAUNCHER} ls -c brief --json"))] == [
+        "running"
+    ]
 
 
 def test_a_rehearsal_launches_nothing(brief: Any) -> None:

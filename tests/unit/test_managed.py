@@ -1,5 +1,6 @@
 """What a managed run asks SkyPilot for; that it resumes is shown on Slurm."""
 
+import io
 import json
 import subprocess
 from enum import Enum
@@ -142,6 +143,27 @@ def test_logs_are_of_the_newest_managed_run_or_of_the_named_one(invoke: Any) -> 
     assert invoke(sky, "logs", "--managed").stdout == "run 2, True, None\n"
     told = invoke(sky, "logs", "--managed", "1", "--no-follow", "--tail", "5")
     assert told.stdout == "run 1, False, 5\n"
+
+
+def test_a_managed_log_that_nobody_reads_any_more_is_no_lost_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Closed(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    def tail_logs(*, output_stream: Any, **_: Any) -> None:
+        try:
+            output_stream.write("line\n")
+        except Exception as error:  # SkyPilot connects again after any
+            raise AssertionError("the connection is lost") from error
+
+    sky = FakeSky(Status.RUNNING)
+    monkeypatch.setattr(sky, "tail_logs", tail_logs)
+    monkeypatch.setattr(managed, "sky", lambda: sky)
+    monkeypatch.setattr("sys.stdout", Closed())
+    with pytest.raises(BrokenPipeError):
+        managed.logs("1", follow=True)
 
 
 def test_a_managed_run_is_cancelled_once(invoke: Any) -> None:

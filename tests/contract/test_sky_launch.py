@@ -1,0 +1,159 @@
+"""What a launch asks SkyPilot for, up to its own `sky launch`; that it works is shown on Slurm."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from launcher import sky_launch, sky_runs
+from launcher.lease import Lease
+from launcher.provider import Cost, Run, RunStatus
+from launcher.settings import Settings
+from launcher.task import Task
+
+# SkyPilot warns about its own dependencies on import.
+pytestmark = pytest.mark.filterwarnings("ignore")
+TASK = """
+resources: {resources}
+secrets: {{HF_TOKEN: null}}
+setup: echo set up
+run: echo serve
+"""
+
+
+class FakeSky:
+    """SkyPilot, whose requests are their answers; it notes what it launched and executed."""
+
+    def __init__(self, *clouds: str) -> None:
+        self.clouds = clouds
+        self.client = SimpleNamespace(sdk=self)
+        self.Task = self
+        self.under_way: list[str] = []
+        self.waited: list[str] = []
+        self.launched: list[dict[str, Any]] = []
+        self.executed: list[dict[str, Any]] = []
+
+    def get(self, request: Any) -> Any:
+        return request
+
+    def enabled_clouds(self) -> tuple[str, ...]:
+        return self.clouds
+
+    def status(self, names: list[str]) -> list[Any]:
+        size = {"cloud": self.clouds[0], "cpus": "4", "accelerators": {"H100": 1}}
+        handle = SimpleNamespace(launched_resources=SimpleNamespace(**size))
+        return [{"status": SimpleNamespace(value="UP"), "handle": handle}] if self.launched else []
+
+    def api_status(self, *, cluster_name: str, **_: Any) -> list[Any]:
+        over = [("sky.launch", (7, None, None))] if self.launched else []
+        requests = [*((name, name) for name in self.under_way), *over]
+        return [
+            SimpleNamespace(name=name, request_id=request_id, cluster_name=cluster)
+            for cluster in ("other", cluster_name)
+            for name, request_id in requests
+        ]
+
+    def stream_and_get(self, request_id: str) -> None:
+        self.waited.append(request_id)
+
+    def queue(self, name: str) -> list[Any]:
+        running = SimpleNamespace(value="RUNNING")
+        return [
+            {"job_id": i, "job_name": it, "status": running} for i, it in ((2, "run"), (1, "a"))
+        ]
+
+    def from_yaml_config(self, config: Any, **_: Any) -> Any:
+        return config
+
+    def exec(self, task: Any, *, cluster_name: str) -> tuple[int, None]:
+        self.executed.append(task)
+        return 8, None
+
+
+def launch(
+    skypilot: FakeSky,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    resources: str = "{cpus: 4, memory: 8}",
+    *arguments: str,
+    max_cost: float | None = None,
+) -> Run | None:
+    def invoke(name: str, command: Any, context: Any) -> None:
+        (path,) = context.params["entrypoint"]
+        skypilot.launched.append(yaml.safe_load(Path(path).read_text()))
+        assert ("HF_TOKEN", "hf_x") in context.params["secret"] and "hf_x" not in str(
+            skypilot.launched
+        )
+
+    for module in (sky_launch, sky_runs):
+        monkeypatch.setattr(module, "sky", lambda: skypilot)
+    monkeypatch.setattr(sky_launch, "_invoke", invoke)
+    (tmp_path / "task.yaml").write_text(TASK.format(resources=resources))
+    settings = Settings.model_validate({"hf_token": "hf_x"})
+    task = Task.load(tmp_path / "task.yaml", settings, lease=Lease(max_cost=max_cost))
+    return sky_launch.launch(
+        "art", task, arguments, reachable=lambda: None, cost=lambda name: Cost(0.1, 1, 0.1, None)
+    )
+
+
+@pytest.mark.parametrize("cloud", ["aws", "slurm"])
+def test_one_request_is_cluster_setup_and_server(
+    cloud: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skypilot = FakeSky(cloud)
+    assert launch(skypilot, tmp_path, monkeypatch) == Run("7", "task", RunStatus.PENDING)
+    (launched,) = skypilot.launched
+    assert "echo set up" in launched["run"] and launched["run"].endswith("echo serve")
+    assert "setup" not in launched and launched["resources"]["autostop"]["down"]
+    assert skypilot.executed == []
+
+
+@pytest.mark.parametrize(
+    ("resources", "arguments", "max_cost"),
+    [
+        ("{accelerators: H100}", (), None),
+        ("{cpus: 4, memory: 8}", ("--cpus", "8"), None),
+        ("{cpus: 4, memory: 8}", (), 2.0),
+    ],
+)
+def test_two_requests_are_a_cluster_without_a_job_and_then_the_server(
+    resources: str,
+    arguments: tuple[str, ...],
+    max_cost: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    skypilot = FakeSky("slurm")
+    run = launch(skypilot, tmp_path, monkeypatch, resources, *arguments, max_cost=max_cost)
+    assert run == Run("8", "task", RunStatus.PENDING)
+    (launched,), (executed,) = skypilot.launched, skypilot.executed
+    assert "run" not in launched and "setup" not in launched
+    assert launched["resources"]["autostop"]["down"]
+    assert "echo set up" in executed["run"] and executed["run"].endswith("echo serve")
+    assert executed["resources"] == {"accelerators": {"H100": 1}, "cpus": 3}
+
+
+def test_a_launch_under_way_is_waited_for_and_its_server_is_the_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skypilot = FakeSky("aws")
+    skypilot.under_way = ["sky.logs", "sky.launch"]
+    assert launch(skypilot, tmp_path, monkeypatch) == Run("1", "a", RunStatus.RUNNING)
+    assert skypilot.waited == ["sky.launch"] and skypilot.launched == []
+
+
+def test_a_launch_under_way_that_fails_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skypilot = FakeSky("aws")
+    skypilot.under_way = ["sky.launch"]
+
+    def fail(request: str) -> None:
+        skypilot.under_way = []
+        raise RuntimeError("no capacity")
+
+    monkeypatch.setattr(skypilot, "stream_and_get", fail)
+    monkeypatch.setattr(skypilot, "queue", lambda name: [])
+    assert launch(skypilot, tmp_path, monkeypatch) == Run("7", "task", RunStatus.PENDING)
