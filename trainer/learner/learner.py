@@ -145,12 +145,7 @@ class Learner:
             yield prepared.metrics
         self._clock.lap("time/prepare_s")
         steps = GradientSteps(
-            state,
-            config,
-            step,
-            prepared.reward_std_dev,
-            base=self._reference,
-            world=self.world,
+            state, config, step, prepared.reward_std_dev, base=self._reference, world=self.world
         )
         for metrics in steps.run(batches):
             yield {**prepared.metrics, **metrics}
