@@ -17,6 +17,7 @@ from tests.processes import child, children, environment, listens_at, wait_until
 from tests.serving import free_port
 from trainer.channel import Worker
 from trainer.errors import BadRequest, Unsupported, WorkerDied
+from trainer.exact_tokens import ExactTokens
 from trainer.learner.handle import MODULE
 from trainer.learner.peers import Peers
 
@@ -30,13 +31,10 @@ def groups() -> list[dict[str, Any]]:
     draw = random.Random(0)
 
     def trajectory() -> dict[str, Any]:
-        exact = {
-            "prompt_ids": list(b"What now?"),
-            "completion_ids": [draw.randrange(256) for _ in range(7)],
-            "logprobs": [-5.5] * 7,
-        }
         message = {"role": "assistant", "content": ""}
-        choice = {"finish_reason": "stop", "message": message, "art": exact}
+        choice = {"finish_reason": "stop", "message": message}
+        ids = [draw.randrange(256) for _ in range(7)]
+        ExactTokens(list(b"What now?"), ids, [-5.5] * 7).put(choice)
         return {"messages_and_choices": [choice], "reward": draw.random()}
 
     return [{"trajectories": [trajectory() for _ in range(4)]} for _ in range(4)]

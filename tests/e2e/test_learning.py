@@ -15,6 +15,7 @@ from trainer.base_models import resolve
 from trainer.config import GrpoConfig, LoraConfig
 from trainer.device import default_dtype
 from trainer.engines.decoder import Decoder
+from trainer.exact_tokens import ExactTokens
 from trainer.learner.learner import Learner
 from trainer.model import lora_state
 from trainer.smollm2 import NAME as SMOLLM2
@@ -53,11 +54,9 @@ def sample_group(
         torch.cat(chosen, 1).tolist(), torch.cat(found, 1).tolist(), strict=True
     ):
         text = one.tokenizer.decode(ids)
-        choice = {
-            "finish_reason": "length",
-            "message": {"role": "assistant", "content": text},
-            "art": {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": logprobs_of},
-        }
+        message = {"role": "assistant", "content": text}
+        choice: dict[str, Any] = {"finish_reason": "length", "message": message}
+        ExactTokens(prompt_ids, ids, logprobs_of).put(choice)
         trajectories.append({"messages_and_choices": [*messages, choice], "reward": reward(text)})
     return {"trajectories": trajectories}
 

@@ -7,6 +7,7 @@ import pytest
 
 from trainer.base_models import resolve
 from trainer.errors import BadRequest, Unsupported
+from trainer.exact_tokens import ExactTokens
 from trainer.learner.tokenize import Tokenized, tokenize_trajectory
 from trainer.tokenizer import Tokenizer
 
@@ -19,16 +20,21 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(resolve("tiny-random"))
 
 
-def choice(content: str | None, ids: list[int] | None = None, **extra: Any) -> dict[str, Any]:
+def choice(content: str | None, ids: list[int] | None = None) -> dict[str, Any]:
     """A choice as a client sends it back; with `ids`, as our server's logprobs name them."""
     logprobs = None
     if ids is not None:
         tokens = [{"token": f"token_id:{one}", "logprob": -0.5, "top_logprobs": []} for one in ids]
         logprobs = {"content": tokens, "refusal": None}
     message = {"role": "assistant", "content": content, "tool_calls": None}
-    return {
-        "finish_reason": "stop", "index": 0, "logprobs": logprobs, "message": message, **extra,
-    }  # fmt: skip
+    return {"finish_reason": "stop", "index": 0, "logprobs": logprobs, "message": message}
+
+
+def sampled(prompt: list[int], ids: list[int], logprobs: list[float]) -> dict[str, Any]:
+    """A choice that the ledger knew."""
+    item = choice("other", [70, 71, 72])
+    ExactTokens(prompt, ids, logprobs).put(item)
+    return item
 
 
 def trajectory(*items: dict[str, Any], **extra: Any) -> dict[str, Any]:
@@ -50,10 +56,8 @@ def chosen(tokenizer: Tokenizer, tokenized: Tokenized) -> list[list[str]]:
 
 
 def test_ledger_ids_win_over_everything(tokenizer: Tokenizer) -> None:
-    exact = {"prompt_ids": [1, 2, 3], "completion_ids": [4, 5], "logprobs": [-0.1, -0.2]}
-    tokenized = tokenize_trajectory(
-        tokenizer, trajectory(USER, choice("other", [70, 71, 72], art=exact))
-    )
+    item = sampled([1, 2, 3], [4, 5], [-0.1, -0.2])
+    tokenized = tokenize_trajectory(tokenizer, trajectory(USER, item))
     (sequence,) = tokenized.sequences
     assert sequence.ids == [1, 2, 3, 4, 5]
     assert sequence.mask == [False, False, False, True, True]
@@ -62,21 +66,17 @@ def test_ledger_ids_win_over_everything(tokenizer: Tokenizer) -> None:
 
 
 def test_turns_that_extend_each_other_are_one_sequence(tokenizer: Tokenizer) -> None:
-    first = {"prompt_ids": [1, 2], "completion_ids": [3, 4], "logprobs": [-1.0, -1.0]}
-    second = {"prompt_ids": [1, 2, 3, 4, 9], "completion_ids": [5], "logprobs": [-2.0]}
-    (sequence,) = tokenize_trajectory(
-        tokenizer, trajectory(USER, choice("", art=first), USER, choice("", art=second))
-    ).sequences
+    first = sampled([1, 2], [3, 4], [-1.0, -1.0])
+    second = sampled([1, 2, 3, 4, 9], [5], [-2.0])
+    (sequence,) = tokenize_trajectory(tokenizer, trajectory(USER, first, USER, second)).sequences
     assert sequence.ids == [1, 2, 3, 4, 9, 5]
     assert sequence.mask == [False, False, True, True, False, True]
 
 
 def test_a_rewritten_history_is_a_sequence_of_its_own(tokenizer: Tokenizer) -> None:
-    first = {"prompt_ids": [1, 2], "completion_ids": [3, 4], "logprobs": [-1.0, -1.0]}
-    second = {"prompt_ids": [1, 2, 4, 9], "completion_ids": [5], "logprobs": [-2.0]}
-    sequences = tokenize_trajectory(
-        tokenizer, trajectory(USER, choice("", art=first), USER, choice("", art=second))
-    ).sequences
+    first = sampled([1, 2], [3, 4], [-1.0, -1.0])
+    second = sampled([1, 2, 4, 9], [5], [-2.0])
+    sequences = tokenize_trajectory(tokenizer, trajectory(USER, first, USER, second)).sequences
     assert [sequence.ids for sequence in sequences] == [[1, 2, 3, 4], [1, 2, 4, 9, 5]]
     assert [sum(sequence.mask) for sequence in sequences] == [2, 1]
 
@@ -178,9 +178,14 @@ def test_a_logprob_that_cannot_be_is_refused(tokenizer: Tokenizer, logprob: floa
 
 
 def test_logprobs_of_the_wrong_length_are_refused(tokenizer: Tokenizer) -> None:
-    exact = {"prompt_ids": [1], "completion_ids": [4, 5], "logprobs": [-0.1]}
     with pytest.raises(BadRequest, match="`2` tokens and `1` logprobs"):
-        tokenize_trajectory(tokenizer, trajectory(USER, choice("", art=exact)))
+        tokenize_trajectory(tokenizer, trajectory(USER, sampled([1], [4, 5], [-0.1])))
+
+
+@pytest.mark.parametrize("art", [{"prompt_ids": [1]}, {"prompt_ids": "AQ=="}, {"other": ""}, "x"])
+def test_exact_tokens_that_no_ledger_wrote_are_refused(tokenizer: Tokenizer, art: object) -> None:
+    with pytest.raises(BadRequest, match="`art` that cannot be read"):
+        tokenize_trajectory(tokenizer, trajectory(USER, {**choice("yes", [1]), "art": art}))
 
 
 def test_a_picture_is_refused_by_its_type(tokenizer: Tokenizer) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer import exact_tokens
 from trainer.errors import BadRequest
 from trainer.tokenizer import Tokenizer
 
@@ -161,11 +162,8 @@ def is_choice(item: Item) -> bool:
 
 def read_choice(item: Item) -> _Choice:
     """The ids and logprobs a choice carries; ones that cannot be right are refused by name."""
-    exact = item.get("art") or {}
-    if "completion_ids" in exact:
-        choice = _Choice(
-            list(exact["completion_ids"]), list(exact["logprobs"]), list(exact["prompt_ids"])
-        )
+    if exact := exact_tokens.take(item):
+        choice = _Choice(exact.completion_ids, exact.logprobs, exact.prompt_ids)
     else:
         found = item.get("logprobs") or {}
         tokens = [*(found.get("content") or []), *(found.get("refusal") or [])]

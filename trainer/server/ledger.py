@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.exact_tokens import ExactTokens
+
 Json = dict[str, Any]
 
 _SCHEMA = """
@@ -81,16 +83,11 @@ class Ledger:
         """Write into every choice that was sampled here the exact tokens it was sampled as.
 
         They replace its logprobs, an object for each token: what is journaled and sent on is a
-        third as long.
+        quarter as long.
         """
         for choice in choices_of(groups):
             if entry := self.find(choice):
-                choice.pop("logprobs", None)
-                choice["art"] = {
-                    "prompt_ids": entry.prompt_ids,
-                    "completion_ids": entry.completion_ids,
-                    "logprobs": entry.logprobs,
-                }
+                ExactTokens(entry.prompt_ids, entry.completion_ids, entry.logprobs).put(choice)
 
     def find(self, choice: Json) -> Entry | None:
         """The entry of a choice: by its tokens and logprobs, else by its text if that is unique."""
@@ -131,8 +128,8 @@ def fingerprint(ids: Sequence[int], logprobs: Sequence[float]) -> bytes:
 
     Logprobs are rounded: JSON keeps a double's value, but not every framework keeps a double.
     """
-    text = " ".join(f"{token}:{logprob:.4f}" for token, logprob in zip(ids, logprobs, strict=True))
-    return _digest(text.encode())
+    rounded = "%.4f " * len(logprobs) % tuple(logprobs)
+    return _digest(array.array("i", ids).tobytes() + rounded.encode())
 
 
 def exact_tokens(choice: Json) -> tuple[list[int], list[float]] | None:
