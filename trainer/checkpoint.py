@@ -1,7 +1,7 @@
 """Checkpoints on disk: made whole or not at all, and never trusted without their sha256.
 
 `checkpoints/0007/` holds the LoRA in PEFT form, the optimizer's state and `manifest.json`. It is
-written in a temporary directory, synced and renamed. No torch here, and nothing is unpickled.
+written in a temporary directory and renamed. No torch here, and nothing is unpickled.
 """
 
 import logging
@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kit.manifest import MANIFEST, damage, read_manifest, write_manifest
+from kit.manifest import damage, read_manifest, write_manifest
 from trainer import faults
 from trainer.errors import CheckpointError, DiskFull, NotFound
 
@@ -67,11 +67,17 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def save(
-    checkpoints: Path, step: int, write: Callable[[Path], None], about: dict[str, Any]
+    checkpoints: Path,
+    step: int,
+    write: Callable[[Path], None],
+    about: dict[str, Any],
+    *,
+    synced: bool = True,
 ) -> Path:
     """Write checkpoint `step` with `write(directory)`; it appears whole or not at all.
 
-    A damaged checkpoint of the same step is replaced, a whole one is never touched.
+    A damaged checkpoint of the same step is replaced, a whole one is never touched. Until it is
+    synced a power cut may damage it: leave that to `sync` where the step can be made again.
     """
     target = path_of(checkpoints, step)
     if target.is_dir() and not damage(target):
@@ -83,28 +89,32 @@ def save(
         checkpoints.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=checkpoints))
         write(temporary)
-        with ThreadPoolExecutor() as pool:
-            synced = pool.map(_sync, list(temporary.rglob("*")))  # while they are hashed
-            write_manifest(temporary, {**about, "step": step})
-            list(synced)
+        write_manifest(temporary, {**about, "step": step})
         temporary.chmod(0o755)
-        _sync(temporary / MANIFEST)
-        _sync(temporary)
         if target.is_dir():
             shutil.rmtree(target)
         faults.reached("checkpoint-written")
         temporary.rename(target)
         faults.reached("checkpoint-renamed")
-        _sync(checkpoints)
     except OSError as exc:
-        raise DiskFull(
-            f"The checkpoint `{target}` cannot be written: {exc.strerror or exc}",
-            hint="Free disk space, or keep fewer checkpoints; the step before it is untouched",
-        ) from exc
+        raise _cannot_write(target, exc) from exc
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
+    if synced:
+        sync(target)
     return target
+
+
+def sync(path: Path) -> None:
+    """Return once the checkpoint at `path` outlives a power cut, or was deleted meanwhile."""
+    try:
+        with ThreadPoolExecutor() as pool:  # a disk takes them all at once
+            list(pool.map(_sync, [*path.rglob("*"), path, path.parent]))
+    except FileNotFoundError:
+        return
+    except OSError as exc:
+        raise _cannot_write(path, exc) from exc
 
 
 def delete(checkpoints: Path, keep: Collection[int]) -> list[int]:
@@ -164,6 +174,13 @@ def _steps_on_disk(checkpoints: Path) -> list[int]:
         int(path.name)
         for path in checkpoints.iterdir()
         if NAME.fullmatch(path.name) and path.is_dir()
+    )
+
+
+def _cannot_write(path: Path, why: OSError) -> DiskFull:
+    return DiskFull(
+        f"The checkpoint `{path}` cannot be written: {why.strerror or why}",
+        hint="Free disk space, or keep fewer checkpoints; the step before it is untouched",
     )
 
 

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
-from kit.manifest import read_manifest
+from kit.manifest import read_manifest, sha256
 from tests.serving import Serving
 
 BASE = "tiny-random"
@@ -44,21 +45,25 @@ def groups(step: int) -> list[dict[str, Any]]:
     return [{"trajectories": [trajectory(number) for number in range(3)]}]
 
 
-def train(serving: Serving, step: int) -> list[str]:
-    """One step as a patient client takes it: when the server dies, register and ask again."""
+def ask_for_step(serving: Serving, step: int) -> list[str]:
+    serving.post("/register", MODEL)
+    serving.post("/_prepare_backend_for_training", {"model": MODEL})
     body = {
         "model": MODEL,
         "trajectory_groups": groups(step),
         "config": {"learning_rate": 1e-3},
     }
+    answer = httpx.post(f"{serving.control}/_train_model", json=body, timeout=120)
+    return answer.raise_for_status().text.splitlines()
+
+
+def train(serving: Serving, step: int) -> list[str]:
+    """One step as a patient client takes it: when the server dies, register and ask again."""
     for _ in range(3):
         try:
-            serving.post("/register", MODEL)
-            serving.post("/_prepare_backend_for_training", {"model": MODEL})
-            answer = httpx.post(f"{serving.control}/_train_model", json=body, timeout=120)
-            answer.raise_for_status()
+            rows = ask_for_step(serving, step)
             assert serving.post("/_get_step", MODEL) == step
-            return answer.text.splitlines()
+            return rows
         except httpx.TransportError:
             serving.process.wait(30)
             serving.start()
@@ -81,6 +86,30 @@ def sample(serving: Serving) -> int:
     answer = httpx.post(f"{serving.openai}/v1/chat/completions", json=ask, timeout=60)
     answer.raise_for_status()
     return int(answer.json()["policy_step"])
+
+
+def test_a_step_that_a_power_cut_takes_after_its_answer_is_made_again(tmp_path: Path) -> None:
+    faults = tmp_path / "faults"
+    faults.mkdir()
+    with Serving(tmp_path / "state", BASE, ART_FAULTS=str(faults)) as serving:
+        train(serving, 1)
+        run = serving.state / "faults" / "models" / "run"
+        (faults / "server-streamed").touch()
+        with pytest.raises(httpx.TransportError):
+            ask_for_step(serving, 2)
+        expected = hashes(serving)
+        # As the disk is found after a cut: the answer was delivered, the checkpoint never synced.
+        (run / "journal.json").rename(run / "journal.delivered.json")
+        weights = run / "checkpoints" / "0002" / "adapter_model.safetensors"
+        weights.write_bytes(b"")
+        serving.process.wait(30)
+        serving.start()
+        serving.post("/_prepare_backend_for_training", {"model": MODEL})
+        assert serving.post("/_get_step", MODEL) == 2
+        assert hashes(serving) == expected
+        assert sha256(weights) == expected["0002"][weights.name]
+        assert sample(serving) == 2
+        train(serving, 3)
 
 
 def test_a_run_with_a_kill_in_every_step_ends_with_the_checkpoints_of_a_calm_one(

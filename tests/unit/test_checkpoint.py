@@ -34,6 +34,13 @@ def test_a_checkpoint_carries_its_sha256_and_what_it_is(tmp_path: Path) -> None:
     assert [child.name for child in tmp_path.iterdir()] == ["0007"]
 
 
+def test_a_checkpoint_that_was_deleted_needs_no_sync(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 7, write, {}, synced=False)
+    checkpoint.sync(tmp_path / "0007")
+    checkpoint.verify(tmp_path / "0007")
+    checkpoint.sync(tmp_path / "0008")
+
+
 def test_steps_are_listed_without_temporaries_and_strangers(tmp_path: Path) -> None:
     assert checkpoint.list_steps(tmp_path / "none") == []
     assert checkpoint.latest(tmp_path / "none") is None

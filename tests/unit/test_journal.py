@@ -13,6 +13,28 @@ def test_a_request_is_pending_from_its_begin_until_its_delivery(tmp_path: Path) 
     assert Journal(tmp_path).pending() is None
 
 
+def test_a_delivered_request_is_kept_until_its_checkpoint_is_synced(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.begin(REQUEST)
+    journal.delivered()
+    assert Journal(tmp_path).unsynced() == REQUEST
+    journal.synced()
+    assert list(tmp_path.iterdir()) == []
+    journal.begin(REQUEST)
+    journal.synced()
+    assert Journal(tmp_path).pending() == REQUEST
+    journal.delivered()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_request_that_cannot_be_trained_is_forgotten(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.begin(REQUEST)
+    journal.row({"loss": 1.0})
+    journal.forget()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_new_request_starts_without_the_rows_of_the_last(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.begin(REQUEST)

@@ -6,6 +6,7 @@ take the gradient steps, write the next checkpoint.
 
 import logging
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -293,5 +294,6 @@ class Learner:
             if rows:
                 plot_rows(rows, directory / PICTURE)
 
-        path = self.world.on_first(lambda: str(checkpoint.save(checkpoints, step, write, about)))
-        return Path(path)
+        save = partial(checkpoint.save, checkpoints, step, write, about)
+        # A step that was trained is in the server's journal until the server has synced it.
+        return Path(self.world.on_first(lambda: str(save(synced=parent is None))))

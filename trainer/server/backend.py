@@ -55,6 +55,7 @@ class Backend:
         self._gate = Gate()
         self._starting = asyncio.Lock()
         self._registering = asyncio.Lock()
+        self._preparing = asyncio.Lock()
         key = config.wandb_api_key
         self.reports = Reports(key.get_secret_value() if key else None, state)
         self.trainings = Trainings(
@@ -67,10 +68,12 @@ class Backend:
         if not self.config.base_model:
             return
         await self._start_workers(self.config.base_model)
-        for path in sorted(self.models.state.glob("*/models/*/journal.json")):
-            request = Journal(path.parent).pending()
+        journals = self.models.state.glob("*/models/*/journal*.json")
+        for directory in sorted({path.parent for path in journals}):
+            journal = Journal(directory)
+            request = journal.pending() or journal.unsynced()
             if request and request.base_model == self.config.base_model:
-                logger.info("taking up step %s of %s", request.step, path.parent.name)
+                logger.info("taking up step %s of %s", request.step, directory.name)
                 await self.prepare(ModelWire.model_validate(request.model))
 
     async def stop(self) -> None:
@@ -106,17 +109,22 @@ class Backend:
                 hint="Register an `art.TrainableModel` with a `base_model`",
             )
         await self._start_workers(wire.base_model, wire.section("engine_args"))
-        assert self._learner
-        if not model.prepared:
-            async with self._gate.training():
-                step = await self._learner.prepare(model.checkpoints, model.lora)
-                model.add_step(step)
-                model.step = step
-                await self._load(model, step)
-            model.prepared = True
-            if request := await asyncio.to_thread(model.journal.pending):
-                await self.trainings.start(model, request, self._learner).wait()
+        async with self._preparing:  # who comes meanwhile finds the step that was taken up
+            if not model.prepared:
+                await self._take_up(model)
         self.models.newest = model
+
+    async def _take_up(self, model: Model) -> None:
+        """Serve a model's newest checkpoint, and finish the step that was under way, if any."""
+        assert self._learner
+        async with self._gate.training():
+            step = await self._learner.prepare(model.checkpoints, model.lora)
+            model.add_step(step)
+            model.step = step
+            await self._load(model, step)
+        model.prepared = True
+        if request := await asyncio.to_thread(model.unfinished):
+            await self.trainings.start(model, request, self._learner).wait()
 
     async def adopt(self, model: Model) -> None:
         """Go on from the newest checkpoint on disk, after others have put some there."""

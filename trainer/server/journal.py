@@ -1,7 +1,8 @@
 """The journal makes a step a transaction: what was asked is on disk before the first gradient.
 
 One file a model, of its newest step. A server that is killed finds it at its next start and
-trains the step again, or, where the checkpoint is there, only delivers what was lost.
+trains the step again, or, where the checkpoint is there, only delivers what was lost. A request
+whose answer was delivered is kept until its checkpoint is synced: a power cut loses no step.
 """
 
 import json
@@ -29,11 +30,13 @@ class Request:
 
 
 class Journal:
-    """The newest train request of one model, until its answer was delivered."""
+    """The newest train request of one model, until it is delivered and its checkpoint synced."""
 
     def __init__(self, directory: Path) -> None:
         self._request = directory / "journal.json"
+        self._delivered = directory / "journal.delivered.json"
         self._rows = directory / "journal.rows.jsonl"
+        self._synced = False
 
     def begin(self, request: Request) -> None:
         """Write the request down, durably; only then may it be trained."""
@@ -44,6 +47,7 @@ class Journal:
             file.writelines(pieces(vars(request)))
             file.flush()
             os.fsync(file.fileno())
+        self._synced = False
         temporary.rename(self._request)
         handle = os.open(self._request.parent, os.O_RDONLY)
         try:
@@ -58,10 +62,11 @@ class Journal:
 
     def pending(self) -> Request | None:
         """The request whose answer was not delivered, if there is one."""
-        try:
-            return Request(**parse(self._request.read_bytes()))
-        except FileNotFoundError:
-            return None
+        return _read(self._request)
+
+    def unsynced(self) -> Request | None:
+        """A request whose answer was delivered, but whose checkpoint may be lost."""
+        return _read(self._delivered)
 
     def row(self, row: Json) -> None:
         with self._rows.open("a", encoding="utf-8") as file:
@@ -80,5 +85,25 @@ class Journal:
 
     def delivered(self) -> None:
         """The client has its answer: the same body from now on is a new request."""
-        self._request.unlink(missing_ok=True)
+        if self._synced:
+            self._request.unlink(missing_ok=True)
+        elif self._request.is_file():
+            self._request.rename(self._delivered)
         self._rows.unlink(missing_ok=True)
+
+    def synced(self) -> None:
+        """The checkpoint outlives a power cut: a request that was delivered is needed no longer."""
+        self._synced = True
+        self._delivered.unlink(missing_ok=True)
+
+    def forget(self) -> None:
+        """The request cannot be trained, and is not tried for ever."""
+        for path in (self._request, self._delivered, self._rows):
+            path.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> Request | None:
+    try:
+        return Request(**parse(path.read_bytes()))
+    except FileNotFoundError:
+        return None

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from kit.manifest import damage, read_manifest
@@ -13,7 +14,7 @@ from trainer import checkpoint
 from trainer.config import LoraConfig
 from trainer.engines.engine import SampleRequest
 from trainer.errors import BadRequest, Conflict, NotFound
-from trainer.server.journal import Journal
+from trainer.server.journal import Journal, Request
 from trainer.server.wire import ModelWire
 
 # `NAME`, `NAME@7`, and what `art.ServerlessBackend` calls them.
@@ -48,9 +49,20 @@ class Model:
     def checkpoints(self) -> Path:
         return self.directory / "checkpoints"
 
-    @property
+    @cached_property
     def journal(self) -> Journal:
         return Journal(self.directory)
+
+    def unfinished(self) -> Request | None:
+        """The request of a step that a killed server left undelivered, or a power cut damaged."""
+        if request := self.journal.pending():
+            return request
+        request = self.journal.unsynced()
+        if request is None or not self.has_whole(request.step):
+            return request
+        checkpoint.sync(self.path(request.step))
+        self.journal.synced()
+        return None
 
     def path(self, step: int) -> Path:
         return checkpoint.path_of(self.checkpoints, step)

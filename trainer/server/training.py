@@ -1,7 +1,8 @@
 """One training step as a transaction: journal, train, checkpoint, load, advance.
 
 `kill -9` of the server or of a worker at any point changes nothing: the journaled request is
-trained again from the checkpoint before it, and gives the same one.
+trained again from the checkpoint before it, and gives the same one. Nor does a power cut: the
+checkpoint is synced while the next rollouts run, and its request stays in the journal until then.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from trainer import faults
+from trainer import checkpoint, faults
 from trainer.config import read_step_config
 from trainer.errors import WorkerDied
 from trainer.learner.handle import Learner
@@ -54,6 +55,7 @@ class Training:
         self._changed = asyncio.Condition()
         self._error: Exception | None = None
         self.done = False
+        self._syncing: asyncio.Task[None] | None = None
         self._tasks = [asyncio.create_task(self._run())]
 
     @property
@@ -76,6 +78,11 @@ class Training:
         """Until the step is served; raises what ended it otherwise."""
         async for _ in self.rows():
             pass
+
+    async def synced(self) -> None:
+        """Until the step, if it was made, outlives a power cut."""
+        if self._syncing:
+            await asyncio.shield(self._syncing)
 
     async def rows(self) -> AsyncIterator[Json]:
         """The rows of metrics from the first on, however late one asks."""
@@ -114,11 +121,12 @@ class Training:
                 self.model.step = step  # served, and only then
                 faults.reached("server-advanced")
             self._tell(time.monotonic() - started)
-            self._tasks.append(asyncio.create_task(self._compare()))
+            self._syncing = asyncio.create_task(self._sync())
+            self._tasks += [self._syncing, asyncio.create_task(self._compare())]
         except Exception as error:
             logger.error("training %s failed: %s", self.model.key, error)
             self._metrics.add("art_failed_steps_total", model=self.model.key)
-            self.model.journal.delivered()  # a request that cannot be trained is not tried for ever
+            self.model.journal.forget()
             self._error = error
         finally:
             self.done = True
@@ -152,6 +160,10 @@ class Training:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+    async def _sync(self) -> None:
+        await asyncio.to_thread(checkpoint.sync, self.model.path(self.request.step))
+        self.model.journal.synced()
 
     async def _compare(self) -> None:
         """Check the engine against the learner, as a rollout: the next step waits for its end."""

@@ -74,6 +74,8 @@ class Trainings:
                 raise Conflict(
                     f"Model `{model.name}` is training already", hint="Wait for that step to end"
                 )
+            if running:
+                await running.synced()  # its place in the journal is taken now
             journaled = Request(
                 step=model.step + 1,
                 digest=request.digest,
