@@ -175,8 +175,8 @@ def _settings(given: Json) -> Json:
         if loss not in ("cispo", "ppo"):
             raise Unsupported(f"`loss_fn` is `{loss}`", hint="Use `cispo` or `ppo`")
         asked["ppo"] = loss == "ppo"
-    if asked.pop("normalize_advantages", True) is False:
-        asked["scale_rewards"] = False
+    if (normalized := asked.pop("normalize_advantages", None)) is not None:
+        asked["scale_rewards"] = normalized  # ART's two names of one thing
     if not asked.pop("save_checkpoint", True):
         logger.warning("`save_checkpoint=False`: the server makes a checkpoint of every step")
     return asked

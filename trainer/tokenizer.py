@@ -101,7 +101,7 @@ class Tokenizer:
                 **self.special_tokens,
                 **variables,
             )
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError) as exc:
+        except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as exc:
             raise BadRequest(
                 f"The model's chat template refuses these messages: {exc}",
                 hint="Check the roles, their order and the tool calls",

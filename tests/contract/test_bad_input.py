@@ -30,7 +30,22 @@ def group(*rewards: Any, choice: Any = None) -> dict[str, Any]:
     return {"trajectories": [{"messages_and_choices": turns, "reward": r} for r in rewards]}
 
 
+def of_tokens(*tokens: str) -> dict[str, Any]:
+    content = [{"token": token, "logprob": -1.0} for token in tokens]
+    message = {"role": "assistant", "content": "x"}
+    return {"finish_reason": "stop", "message": message, "logprobs": {"content": content}}
+
+
 TRAIN = {"model": MODEL, "trajectory_groups": []}
+HUGE_TOKENS = group(0, 1, choice=of_tokens("token_id:99999999999"))
+NO_TURNS = {"messages_and_choices": 5}
+NO_METRICS = {"trajectories": [{"reward": 1, "metrics": ["x"]}]}
+PREPARE = {"model": MODEL}
+ARGS = {"server_args": "x"}
+BASE_MODEL = {"model": BASE}
+PARTS = {"role": "user", "content": ["hi"]}
+CALLS = {"role": "assistant", "content": "", "tool_calls": ["x"]}
+VARIABLES: dict[str, Any] = {"chat_template_kwargs": {"tools": []}}
 
 
 @pytest.mark.parametrize(
@@ -50,7 +65,11 @@ TRAIN = {"model": MODEL, "trajectory_groups": []}
         ("/_train_model", {**TRAIN, "trajectory_groups": [group(1, None)]}, 400, "reward"),
         ("/_train_model", {**TRAIN, "config": {"learning_rate": "x"}}, 400, "learning_rate"),
         ("/_train_model", {**TRAIN, "dev_config": {"colour": "blue"}}, 400, "colour"),
+        ("/_train_model", {**TRAIN, "trajectory_groups": [HUGE_TOKENS]}, 400, "99999999999"),
+        ("/_train_sft", {"model": MODEL, "trajectories": [NO_TURNS]}, 422, "no list"),
+        ("/_prepare_backend_for_training", {**PREPARE, "config": ARGS}, 400, "`server_args`"),
         ("/_log", {**TRAIN, "split": "../x"}, 422, "`split`"),
+        ("/_log", {**TRAIN, "trajectory_groups": [NO_METRICS]}, 400, "`metrics`"),
         ("/_log", {**TRAIN, "trajectory_groups": [group("a")]}, 400, "`reward`"),
         ("/_delete_checkpoint_files", {"model": MODEL, "steps_to_keep": "all"}, 422, "steps"),
         ("/_delete_checkpoints?benchmark_smoothing=2", MODEL, 400, "`benchmark_smoothing`"),
@@ -59,6 +78,9 @@ TRAIN = {"model": MODEL, "trajectory_groups": []}
         ("/_experimental_push_to_s3", {"model": MODEL}, 400, "bucket"),
         ("/_experimental_pull_from_s3", {"model": MODEL, "s3_bucket": "../x"}, 422, "s3_bucket"),
         ("/v1/chat/completions", {**CHAT, "model": "bad-input@99"}, 404, "`bad-input@99`"),
+        ("/v1/chat/completions", {**CHAT, **BASE_MODEL, "messages": [PARTS]}, 400, "template"),
+        ("/v1/chat/completions", {**CHAT, **BASE_MODEL, "messages": [CALLS]}, 400, "template"),
+        ("/v1/chat/completions", {**CHAT, **BASE_MODEL, **VARIABLES}, 400, "`tools`"),
         ("/v1/preview/training-jobs", {"model_id": "x~y", "trajectory_groups": []}, 404, "`y`"),
         ("/v1/preview/models", {**MODEL, "name": "../x"}, 422, "`name`"),
         (

@@ -34,6 +34,18 @@ async def test_training_waits_for_requests_in_flight_and_holds_back_new_ones() -
     ]  # fmt: skip
 
 
+async def test_a_training_that_is_cancelled_while_it_waits_lets_requests_pass() -> None:
+    gate = Gate()
+    async with gate.sampling():
+        waiting = asyncio.create_task(gate.training().__aenter__())
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        async with asyncio.timeout(1), gate.sampling():
+            assert gate.in_use
+    assert not gate.in_use
+
+
 async def test_a_request_that_is_cancelled_while_it_waits_does_not_block_training() -> None:
     gate = Gate()
     async with gate.training():

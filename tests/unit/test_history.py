@@ -34,6 +34,14 @@ def test_a_second_log_in_a_step_adds_to_the_first(tmp_path: Path) -> None:
     assert history.by_step(tmp_path)[7]["val/reward"] == 1.5
 
 
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    history.append(tmp_path, {"step": 1, "val/reward": 0.5})
+    with (tmp_path / "history.jsonl").open("a") as file:
+        file.write('{"step": 2, "val/re\n')
+    history.append(tmp_path, {"step": 3, "val/reward": 0.75})
+    assert history.by_step(tmp_path) == {1: {"val/reward": 0.5}, 3: {"val/reward": 0.75}}
+
+
 def test_what_cannot_be_averaged_is_not_stored(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="`reward`"):
         history.log(tmp_path, 0, [{"trajectories": [{"reward": "high"}]}], "val")

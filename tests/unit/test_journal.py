@@ -9,21 +9,25 @@ def test_a_request_is_pending_from_its_begin_until_its_delivery(tmp_path: Path) 
     assert Journal(tmp_path).pending() is None
     Journal(tmp_path).begin(REQUEST)
     assert Journal(tmp_path).pending() == REQUEST
-    Journal(tmp_path).delivered()
+    again = Journal(tmp_path)
+    assert again.pending() == REQUEST
+    again.delivered(2)  # an older answer, asked for once more
+    assert Journal(tmp_path).pending() == REQUEST
+    again.delivered(3)
     assert Journal(tmp_path).pending() is None
 
 
 def test_a_delivered_request_is_kept_until_its_checkpoint_is_synced(tmp_path: Path) -> None:
     journal = Journal(tmp_path)
     journal.begin(REQUEST)
-    journal.delivered()
+    journal.delivered(3)
     assert Journal(tmp_path).unsynced() == REQUEST
     journal.synced()
     assert list(tmp_path.iterdir()) == []
     journal.begin(REQUEST)
     journal.synced()
     assert Journal(tmp_path).pending() == REQUEST
-    journal.delivered()
+    journal.delivered(3)
     assert list(tmp_path.iterdir()) == []
 
 

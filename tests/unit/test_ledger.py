@@ -32,6 +32,24 @@ def test_a_choice_finds_the_prompt_it_was_sampled_from(tmp_path: Path) -> None:
     assert ledger.find(choice([7, 9], [-0.5, -1.5])) is None
 
 
+def test_prompts_that_cannot_be_told_apart_are_not_guessed(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.db")
+    ledger.record(entry([1, 2], [7], [-0.50001]), "yes")
+    assert ledger.find(choice([7], [-0.50001]))
+    ledger.record(entry([1, 3], [7], [-0.50002]), "yes")
+    assert ledger.find(choice([7], [-0.50002])) is None
+
+
+def test_what_no_model_sampled_is_not_found(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.db")
+    assert ledger.find(choice([99999999999], [-0.5])) is None
+    null = choice([7], [-0.5])
+    null["logprobs"]["content"][0]["logprob"] = None
+    assert ledger.find(null) is None
+    parts = {"message": {"content": [{"type": "text", "text": "x"}]}, "logprobs": None}
+    assert ledger.find(parts) is None
+
+
 def test_a_choice_without_tokens_is_found_by_its_text_only_if_that_is_unique(
     tmp_path: Path,
 ) -> None:

@@ -169,12 +169,18 @@ def test_additional_histories_and_tools_are_tokenised_too(tokenizer: Tokenizer) 
     assert '"name": "add"' not in tokenizer.decode(tokenized.sequences[0].ids)
 
 
-@pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf, 0.5])
+@pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf, 0.5, None, "low"])
 def test_a_logprob_that_cannot_be_is_refused(tokenizer: Tokenizer, logprob: float) -> None:
     given = choice("yes", [*b"yes"])
     given["logprobs"]["content"][1]["logprob"] = logprob
     with pytest.raises(BadRequest, match=f"logprob `{logprob}`"):
         tokenize_trajectory(tokenizer, trajectory(USER, given))
+
+
+@pytest.mark.parametrize("message", [None, "yes"])
+def test_a_choice_without_a_message_is_refused(tokenizer: Tokenizer, message: object) -> None:
+    with pytest.raises(BadRequest, match=f"the message `{message}`"):
+        tokenize_trajectory(tokenizer, trajectory(USER, {**choice("x"), "message": message}))
 
 
 def test_logprobs_of_the_wrong_length_are_refused(tokenizer: Tokenizer) -> None:

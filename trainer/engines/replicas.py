@@ -238,10 +238,12 @@ class Replicas:
             await self._catch_up(link)
             await link.call("keep_only", loras=list(self._served))
             await self._catch_up(link)  # what came meanwhile
-            if arguments == self._arguments:  # else it begins again with the newer ones
+            if arguments == self._arguments:
                 self._add(replica)
                 await link.gone()
                 self._lose(replica, link.died())
+            else:
+                await link.close()  # it joins again, and begins with the newer ones
         finally:
             self._links.pop(link, None)
 

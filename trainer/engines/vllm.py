@@ -94,11 +94,16 @@ class VllmEngine:
                 )
         in_effect = {**self._defaults, **self._arguments}
         changed = [name for name, value in arguments.items() if in_effect.get(name) != value]
-        self._arguments.update(arguments)
+        before, self._arguments = self._arguments, {**self._arguments, **arguments}
         if changed and self.running:
             logger.info("vLLM is started again for %s", ", ".join(f"`{n}`" for n in changed))
             async with self._changing:
-                await self.start()
+                try:
+                    await self.start()
+                except TrainerError:
+                    self._arguments = before  # with which it did start
+                    await self.start()
+                    raise
 
     # LoRAs
 

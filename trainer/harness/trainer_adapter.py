@@ -134,7 +134,7 @@ class ARTTrainerAdapter:
             for group in trajectories.trajectories
         ]
         rows: list[dict[str, float]] = []
-        task = asyncio.create_task(self._train(rows, groups))
+        task = asyncio.create_task(self._train(step + 1, rows, groups))
         self._jobs[trajectories.run_id] = _Job(ref, rows, task)
         logger.info(
             "Submitted %s trajectories in %s groups for training",
@@ -190,7 +190,9 @@ class ARTTrainerAdapter:
         job.task.cancel()
         await asyncio.wait([job.task])
 
-    async def _train(self, rows: list[dict[str, float]], groups: list[WireGroup]) -> None:
+    async def _train(
+        self, step: int, rows: list[dict[str, float]], groups: list[WireGroup]
+    ) -> None:
         settings = self.config.training.wire()
         while True:
             rows.clear()
@@ -204,6 +206,9 @@ class ARTTrainerAdapter:
                 logger.warning("The backend went away while it trained: %s", exc.message)
                 # It takes the journaled request up by itself; the same body again only joins it.
                 await self._connect(patience=self.config.wait_for_backend)
+                whole = rows and len(rows) == rows[0].get("num_gradient_steps")
+                if whole and await self.current_step() >= step:
+                    return  # only the end of the answer was lost, and the body would be new
 
     async def _connect(self, *, patience: float) -> None:
         """Register and prepare, for as long as nobody answers and `patience` lasts."""

@@ -76,7 +76,7 @@ class _History:
         self.tokenizer = tokenizer
         self.tools = history.get("tools") or None
         self.items: list[Item] = list(history.get("messages_and_choices") or [])
-        self.messages = [item["message"] if is_choice(item) else item for item in self.items]
+        self.messages = [_message(item) for item in self.items]
         self.allow = allow
         self.result = result
         self.current: TokenSequence | None = None
@@ -156,6 +156,17 @@ class _History:
         return self.tokenizer.render(self.messages[:count], self.tools, generation)
 
 
+def _message(item: Item) -> Item:
+    if not is_choice(item):
+        return item
+    message = item.get("message")
+    if not isinstance(message, Mapping):
+        raise BadRequest(
+            f"A choice has the message `{message}`", hint="Send choices as the server returned them"
+        )
+    return message
+
+
 def is_choice(item: Item) -> bool:
     return "finish_reason" in item or ("message" in item and "role" not in item)
 
@@ -167,7 +178,7 @@ def read_choice(item: Item) -> _Choice:
     else:
         found = item.get("logprobs") or {}
         tokens = [*(found.get("content") or []), *(found.get("refusal") or [])]
-        logprobs = [float(token["logprob"]) for token in tokens]
+        logprobs = [_logprob(token) for token in tokens]
         choice = _Choice(_token_ids(tokens), logprobs)
     tokens_found = len(choice.completion or [])
     if choice.completion is not None and choice.logprobs and tokens_found != len(choice.logprobs):
@@ -182,6 +193,16 @@ def read_choice(item: Item) -> _Choice:
                 hint="Send logprobs as the server returned them: finite and not above zero",
             )
     return choice
+
+
+def _logprob(token: Item) -> float:
+    logprob = token.get("logprob")
+    if not isinstance(logprob, int | float):
+        raise BadRequest(
+            f"A choice has the logprob `{logprob}`",
+            hint="Send logprobs as the server returned them: finite and not above zero",
+        )
+    return float(logprob)
 
 
 def _token_ids(tokens: Sequence[Item]) -> list[int] | None:

@@ -73,9 +73,12 @@ def leaving_a_broken_world() -> Iterator[None]:
     """End this process when the others cannot go on with it; all are then started again."""
     try:
         yield
-    except (KitError, GeneratorExit):
+    except GeneratorExit:
         raise
-    except Exception:
+    except Exception as error:
+        # All of them refuse a bad request, but one alone may be out of memory.
+        if isinstance(error, KitError) and not isinstance(error, OutOfMemory):
+            raise
         logger.exception("the learner's processes lost each other")
         logging.shutdown()
         os._exit(1)  # what waits for a lost process would never return
@@ -93,8 +96,8 @@ def follow(world: World, calls: Handlers) -> None:
                 result = calls[name](**params)
                 for _ in result if isinstance(result, Iterator) else ():
                     pass
-            except OutOfMemory as error:
-                raise RuntimeError(error.message) from error  # the others are in mid-step
+            except OutOfMemory:
+                raise  # the others are in mid-step
             except KitError as error:
                 logger.info("not done: %s", error.message)  # the first process answers with it
 

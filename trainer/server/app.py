@@ -145,7 +145,7 @@ async def _serve(
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
     logging.getLogger("uvicorn.error").addFilter(_CutOff())
     serving = asyncio.create_task(server.serve(sockets=sockets))
-    watching = asyncio.create_task(_watch_lease(config, backend, server))
+    watching = asyncio.create_task(watch_lease(config, backend, server))
     try:
         await backend.start()
         logger.info("control API on http://%s:%s", config.host, control)
@@ -163,13 +163,17 @@ async def _serve(
             logger.warning("%s", line)
 
 
-async def _watch_lease(config: ServerConfig, backend: Backend, server: uvicorn.Server) -> None:
+async def watch_lease(
+    config: ServerConfig, backend: Backend, server: uvicorn.Server, *, every: float = 1
+) -> None:
     """Ask the server to exit once idle or out of lease; SkyPilot's autostop does the rest."""
     started = time.monotonic()
     while True:
-        await asyncio.sleep(1)
+        await asyncio.sleep(every)
         now = time.monotonic()
-        idle = 0 if backend.trainings.running else (now - backend.last_activity) / 60
+        if backend.busy:
+            backend.last_activity = now
+        idle = (now - backend.last_activity) / 60
         if config.exit_when_idle and idle >= config.exit_when_idle:
             logger.warning("exiting: nothing was sampled or trained for %.0f minutes", idle)
             break

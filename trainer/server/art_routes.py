@@ -134,4 +134,4 @@ async def _ndjson(
     async for row in rows:
         yield json.dumps(row) + "\n"
     faults.reached("server-streamed")
-    training.model.journal.delivered()
+    training.model.journal.delivered(training.request.step)

@@ -63,6 +63,11 @@ class Backend:
         )
         self._unloading: set[asyncio.Task[None]] = set()
 
+    @property
+    def busy(self) -> bool:
+        """Whether something is sampled, trained or started right now."""
+        return self.trainings.running or self._gate.in_use or self._starting.locked()
+
     async def start(self) -> None:
         """Load the base model, and take up every step that a killed server left half done."""
         if not self.config.base_model:
@@ -122,8 +127,9 @@ class Backend:
             model.add_step(step)
             model.step = step
             await self._load(model, step)
-        model.prepared = True
-        if request := await asyncio.to_thread(model.unfinished):
+        request = await asyncio.to_thread(model.unfinished)
+        model.prepared = True  # and no `await` until its step runs, or another could come before it
+        if request:
             await self.trainings.start(model, request, self._learner).wait()
 
     async def adopt(self, model: Model) -> None:

@@ -1,7 +1,7 @@
 """Sampling and training take turns: requests wait while a step trains, they do not fail."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 
@@ -9,33 +9,44 @@ class Gate:
     """Many may sample at once; training waits for those in flight and holds back the rest."""
 
     def __init__(self) -> None:
-        self._changed = asyncio.Condition()
+        self._waiting: list[asyncio.Future[None]] = []
         self._sampling = 0
         self._training = False
 
+    @property
+    def in_use(self) -> bool:
+        return self._training or self._sampling > 0
+
     @asynccontextmanager
     async def sampling(self) -> AsyncIterator[None]:
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._training)
-            self._sampling += 1
+        await self._until(lambda: not self._training)
+        self._sampling += 1
         try:
             yield
         finally:
             self._sampling -= 1
-            await self._notify()
+            self._changed()
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        async with self._changed:
-            await self._changed.wait_for(lambda: not self._training)
-            self._training = True  # from here on new requests wait
-            await self._changed.wait_for(lambda: self._sampling == 0)
+        await self._until(lambda: not self._training)
+        self._training = True  # from here on new requests wait
         try:
+            await self._until(lambda: self._sampling == 0)
             yield
         finally:
             self._training = False
-            await self._notify()
+            self._changed()
 
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+    async def _until(self, ready: Callable[[], bool]) -> None:
+        while not ready():
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            await turn
+
+    def _changed(self) -> None:
+        # Without an `await`: a client that leaves cancels whatever its request waits for.
+        waiting, self._waiting = self._waiting, []
+        for turn in waiting:
+            if not turn.done():
+                turn.set_result(None)

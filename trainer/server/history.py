@@ -4,15 +4,17 @@
 """
 
 import json
+import logging
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import BadRequest
 
+logger = logging.getLogger(__name__)
 Json = dict[str, Any]
 
 
@@ -53,7 +55,10 @@ def averages(groups: Sequence[Json]) -> dict[str, float]:
         values["exception_rate"] += [0.0] * len(members)
         values["exception_rate"] += [1.0] * len(group.get("exceptions") or [])
         for member in members:
-            for name, value in (member.get("metrics") or {}).items():
+            metrics = member.get("metrics") or {}
+            if not isinstance(metrics, dict):
+                raise BadRequest(f"A trajectory's `metrics` is `{metrics}`", hint="Give an object")
+            for name, value in metrics.items():
                 values.setdefault(name, []).append(_number(value, name))
     means = {name: statistics.fmean(found) for name, found in values.items() if found}
     means["reward_std_dev"] = statistics.fmean(spreads) if spreads else 0.0
@@ -62,10 +67,8 @@ def averages(groups: Sequence[Json]) -> dict[str, float]:
 
 def by_step(directory: Path) -> dict[int, dict[str, float]]:
     """The mean of every metric that was logged, for each step."""
-    path = directory / "history.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     found: dict[int, dict[str, list[float]]] = {}
-    for line in map(json.loads, lines):
+    for line in _lines(directory / "history.jsonl"):
         metrics = found.setdefault(int(line.pop("step")), {})
         line.pop("recorded_at", None)
         for name, value in line.items():
@@ -90,6 +93,14 @@ def smoothed(directory: Path, benchmark: str, alpha: float) -> dict[int, float]:
             weight = weight * (1 - alpha) + 1
             result[step] = total / weight
     return result
+
+
+def _lines(path: Path) -> Iterator[Json]:
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            yield json.loads(line)
+        except ValueError:  # a disk that was full has cut it off
+            logger.warning("a line of `%s` cannot be read and is left out", path)
 
 
 def _members(group: Json) -> list[Json]:

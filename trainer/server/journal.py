@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.errors import DiskFull
 from trainer.pieces import parse, pieces
 
 Json = dict[str, Any]
@@ -36,24 +37,32 @@ class Journal:
         self._request = directory / "journal.json"
         self._delivered = directory / "journal.delivered.json"
         self._rows = directory / "journal.rows.jsonl"
+        self._step: int | None = None
         self._synced = False
 
     def begin(self, request: Request) -> None:
         """Write the request down, durably; only then may it be trained."""
-        self._request.parent.mkdir(parents=True, exist_ok=True)
-        self._rows.unlink(missing_ok=True)
         temporary = self._request.with_suffix(".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.writelines(pieces(vars(request)))
-            file.flush()
-            os.fsync(file.fileno())
-        self._synced = False
-        temporary.rename(self._request)
-        handle = os.open(self._request.parent, os.O_RDONLY)
         try:
-            os.fsync(handle)  # the rename itself
-        finally:
-            os.close(handle)
+            self._request.parent.mkdir(parents=True, exist_ok=True)
+            self._rows.unlink(missing_ok=True)
+            with temporary.open("w", encoding="utf-8") as file:
+                file.writelines(pieces(vars(request)))
+                file.flush()
+                os.fsync(file.fileno())
+            self._step, self._synced = request.step, False
+            temporary.rename(self._request)
+            handle = os.open(self._request.parent, os.O_RDONLY)
+            try:
+                os.fsync(handle)  # the rename itself
+            finally:
+                os.close(handle)
+        except OSError as exc:
+            temporary.unlink(missing_ok=True)
+            raise DiskFull(
+                f"The request cannot be written to `{self._request}`: {exc.strerror or exc}",
+                hint="Free disk space, or keep fewer checkpoints, and send it again",
+            ) from exc
 
     @property
     def is_pending(self) -> bool:
@@ -62,11 +71,11 @@ class Journal:
 
     def pending(self) -> Request | None:
         """The request whose answer was not delivered, if there is one."""
-        return _read(self._request)
+        return self._read(self._request)
 
     def unsynced(self) -> Request | None:
         """A request whose answer was delivered, but whose checkpoint may be lost."""
-        return _read(self._delivered)
+        return self._read(self._delivered)
 
     def row(self, row: Json) -> None:
         with self._rows.open("a", encoding="utf-8") as file:
@@ -83,8 +92,13 @@ class Journal:
         """Forget the rows of an attempt that did not reach its checkpoint."""
         self._rows.unlink(missing_ok=True)
 
-    def delivered(self) -> None:
-        """The client has its answer: the same body from now on is a new request."""
+    def delivered(self, step: int) -> None:
+        """The client has its answer: the same body from now on is a new request.
+
+        Of an older step, whose answer was asked for again, nothing is left here.
+        """
+        if step != self._step:
+            return
         if self._synced:
             self._request.unlink(missing_ok=True)
         elif self._request.is_file():
@@ -101,9 +115,10 @@ class Journal:
         for path in (self._request, self._delivered, self._rows):
             path.unlink(missing_ok=True)
 
-
-def _read(path: Path) -> Request | None:
-    try:
-        return Request(**parse(path.read_bytes()))
-    except FileNotFoundError:
-        return None
+    def _read(self, path: Path) -> Request | None:
+        try:
+            request = Request(**parse(path.read_bytes()))
+        except FileNotFoundError:
+            return None
+        self._step = request.step
+        return request

@@ -94,9 +94,12 @@ class Ledger:
         tokens = exact_tokens(choice)
         if tokens is not None:
             rows = self._rows("fingerprint", fingerprint(*tokens))
-            return rows[-1] if rows else None
-        content = (choice.get("message") or {}).get("content") or ""
-        rows = self._rows("content", _digest(content.encode())) if content else []
+            # Short answers to several prompts may be alike to the last digit that is compared.
+            same = all(row.prompt_ids == rows[-1].prompt_ids for row in rows)
+            return rows[-1] if rows and same else None
+        content = (choice.get("message") or {}).get("content")
+        is_text = isinstance(content, str) and content
+        rows = self._rows("content", _digest(str(content).encode())) if is_text else []
         return rows[0] if len(rows) == 1 else None
 
     def forget(self, model: str, *, before: int) -> None:
@@ -138,10 +141,12 @@ def exact_tokens(choice: Json) -> tuple[list[int], list[float]] | None:
     ids, logprobs = [], []
     for entry in content:
         prefix, _, number = str(entry.get("token")).partition(":")
-        if prefix != "token_id" or not number.isdigit():
+        logprob = entry.get("logprob")
+        # Ten digits and more are no token of any model's, and nulls no logprob of ours.
+        if prefix != "token_id" or not number.isdigit() or len(number) > 9 or logprob is None:
             return None
         ids.append(int(number))
-        logprobs.append(float(entry["logprob"]))
+        logprobs.append(float(logprob))
     return (ids, logprobs) if ids else None
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -103,6 +104,12 @@ class Model:
     def has_whole(self, step: int) -> bool:
         """Whether that checkpoint is on disk, every file as it was written."""
         return self.path(step).is_dir() and not damage(self.path(step))
+
+    def discard(self, step: int) -> None:
+        """Delete the checkpoint of a step that failed after it was written."""
+        if step > self.step:
+            self.steps.pop(step, None)
+            shutil.rmtree(self.path(step), ignore_errors=True)
 
     def add_step(self, step: int) -> None:
         manifest = read_manifest(self.path(step)) or {"files": {}}

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from trainer.engines.engine import Delta, SampleRequest
-from trainer.errors import Unsupported
+from trainer.errors import BadRequest, Unsupported
 from trainer.server.backend import Backend
 from trainer.server.tool_calls import ToolCallParser
 from trainer.tokenizer import Tokenizer
@@ -52,11 +52,15 @@ class ChatRequest(pydantic.BaseModel):
 
     def sample_request(self, tokenizer: Tokenizer) -> SampleRequest:
         self._refuse_what_we_lack()
+        variables = self.chat_template_kwargs or {}
+        if taken := {"messages", "tools"} & variables.keys():
+            raise BadRequest(
+                f"`chat_template_kwargs` holds `{min(taken)}`",
+                hint="Send it as a field of the request itself",
+            )
         tools = None if self.tool_choice == "none" else self.tools
         return SampleRequest(
-            prompt_ids=tokenizer.apply_chat_template(
-                self.messages, tools, **(self.chat_template_kwargs or {})
-            ),
+            prompt_ids=tokenizer.apply_chat_template(self.messages, tools, **variables),
             n=self.n or 1,
             max_tokens=self.max_completion_tokens or self.max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,

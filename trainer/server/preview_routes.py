@@ -136,7 +136,7 @@ def _add_jobs(router: APIRouter, backend: Backend) -> None:
             raise NotFound(f"There is no training job `{job_id}`", hint="Create one first")
         page = _page(_events(backend, model, int(step)), after, limit)
         if any(event["type"] == "training_ended" for event in page["data"]):
-            model.journal.delivered()
+            model.journal.delivered(int(step))
         return page
 
     @router.post("/sft-training-jobs")

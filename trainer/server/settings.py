@@ -142,7 +142,12 @@ def grpo_config(request: TrainRequest, model: Model) -> GrpoConfig:
     for source in (request.config, request.model.section("trainer_args"), request.dev_config):
         asked |= _grpo(without_nulls(source))
     if (step := asked.pop("kl_penalty_reference_step", None)) is not None:
-        asked.setdefault("kl_ref_adapter_path", str(_reference(model, step)))
+        if asked.get("kl_ref_adapter_path"):
+            raise BadRequest(
+                "Both `kl_penalty_reference_step` and `kl_ref_adapter_path` are given",
+                hint="Leave one of them out",
+            )
+        asked["kl_ref_adapter_path"] = str(_reference(model, step))
     return _settings(GrpoConfig, without_nulls(asked), "the training config")
 
 
@@ -180,8 +185,11 @@ def _reference(model: Model, step: Any) -> Path:
 def inference_key(config: Json | None, server: ServerConfig, openai_port: int) -> str:
     """The key that the client is told to use; `config` is ART's `OpenAIServerConfig`."""
     config = without_nulls(config)
-    args = without_nulls(config.pop("server_args", None))
-    unknown = [f"engine_args.{key}" for key in without_nulls(config.pop("engine_args", None))]
+    args, engine = (
+        without_nulls(_object(config.pop(name, None), name))
+        for name in ("server_args", "engine_args")
+    )
+    unknown = [f"engine_args.{key}" for key in engine]
     unknown += list(config)
     key = args.pop("api_key", None)
     if args.pop("port", openai_port) != openai_port:

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 async def keep(backend: Backend, model: Model, steps: Collection[int]) -> list[int]:
     """Delete every checkpoint but `steps` and the newest, without which the run could not go on."""
-    _check_idle(backend, model)
+    await _wait_until_idle(backend, model)
     kept = {*steps, model.step}
     gone = await asyncio.to_thread(checkpoint.delete, model.checkpoints, kept)
     await backend.forget(model, gone)
@@ -27,7 +27,7 @@ async def keep(backend: Backend, model: Model, steps: Collection[int]) -> list[i
 
 async def delete_model(backend: Backend, model: Model) -> None:
     """Remove a model and all its files."""
-    _check_idle(backend, model)
+    await _wait_until_idle(backend, model)
     await backend.forget(model, list(model.steps))
     backend.models.remove(model)
     await asyncio.to_thread(shutil.rmtree, model.directory, ignore_errors=True)
@@ -35,7 +35,7 @@ async def delete_model(backend: Backend, model: Model) -> None:
 
 async def fork(backend: Backend, model: Model, request: ForkRequest) -> None:
     """Begin `model` with a checkpoint of another run, whose step it then has."""
-    _check_idle(backend, model)
+    await _wait_until_idle(backend, model)
     project = request.from_project or model.project
     with tempfile.TemporaryDirectory() as temporary:
         source = backend.models.state / project / "models" / request.from_model
@@ -82,7 +82,7 @@ async def push(backend: Backend, model: Model, request: S3Request) -> None:
 
 async def pull(backend: Backend, model: Model, request: S3Request) -> None:
     """Copy the model's directory from S3 and go on from its newest whole checkpoint."""
-    _check_idle(backend, model)
+    await _wait_until_idle(backend, model)
     s3 = _s3_path(request.s3_bucket, request.prefix, model.project, model.name)
     local = str(model.directory)
     if request.only_step is None:
@@ -114,12 +114,15 @@ async def _latest_on_s3(s3: str) -> str:
     return max(steps, key=int)
 
 
-def _check_idle(backend: Backend, model: Model) -> None:
+async def _wait_until_idle(backend: Backend, model: Model) -> None:
+    """Until nothing of the model's newest step is under way; a step that trains is refused."""
     training = backend.trainings.of(model)
     if training and not training.done:
         raise Conflict(
             f"Model `{model.name}` is training", hint="Wait for the step to end, then try again"
         )
+    if training:
+        await training.synced()  # it could be made again only from the checkpoint before it
 
 
 def _newest(checkpoints: Path, not_after: int | None, name: str) -> int:

@@ -81,6 +81,8 @@ class Training:
 
     async def synced(self) -> None:
         """Until the step, if it was made, outlives a power cut."""
+        if self._syncing and self._syncing.done() and self._syncing.exception():
+            self._start_sync()  # the disk may have room again
         if self._syncing:
             await asyncio.shield(self._syncing)
 
@@ -120,12 +122,13 @@ class Training:
                 self._times["time/load_s"] = time.monotonic() - trained
                 self.model.step = step  # served, and only then
                 faults.reached("server-advanced")
+            self._start_sync()
             self._tell(time.monotonic() - started)
-            self._syncing = asyncio.create_task(self._sync())
-            self._tasks += [self._syncing, asyncio.create_task(self._compare())]
+            self._tasks.append(asyncio.create_task(self._compare()))
         except Exception as error:
             logger.error("training %s failed: %s", self.model.key, error)
             self._metrics.add("art_failed_steps_total", model=self.model.key)
+            self.model.discard(self.request.step)  # else the next request would find it made
             self.model.journal.forget()
             self._error = error
         finally:
@@ -160,6 +163,10 @@ class Training:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
+
+    def _start_sync(self) -> None:
+        self._syncing = asyncio.create_task(self._sync())
+        self._tasks.append(self._syncing)
 
     async def _sync(self) -> None:
         await asyncio.to_thread(checkpoint.sync, self.model.path(self.request.step))
@@ -203,5 +210,8 @@ class Training:
         )
         if rewards:
             line["train/reward"] = sum(rewards) / len(rewards)
-        history.append(model.directory, {"step": model.step, **line})
+        try:
+            history.append(model.directory, {"step": model.step, **line})
+        except OSError as error:  # the step is served, and stands
+            logger.error("step %s is not in the history: %s", model.step, error)
         self._reports.add(model.project, model.name, model.step, line)

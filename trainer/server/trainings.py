@@ -18,6 +18,7 @@ from trainer.server.training import Training
 from trainer.server.wire import TrainRequest
 
 logger = logging.getLogger(__name__)
+REMEMBERED = 32  # steps whose samples are still matched: nobody trains on older ones
 
 
 class Trainings:
@@ -90,6 +91,7 @@ class Trainings:
     def _write_down(self, model: Model, request: Request) -> None:
         self._ledger.recall(request.groups)
         model.journal.begin(request)
+        self._ledger.forget(model.key, before=request.step - REMEMBERED)
 
     def start(self, model: Model, request: Request, learner: Learner) -> Training:
         """Train a request that is journaled."""

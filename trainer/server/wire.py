@@ -32,6 +32,11 @@ def _are_groups(groups: list[Json]) -> list[Json]:
     return groups
 
 
+def _are_trajectories(trajectories: list[Json]) -> list[Json]:
+    _are_groups([{"trajectories": trajectories}])
+    return trajectories
+
+
 def _objects(holder: Json, key: str) -> list[Json]:
     found = holder.get(key) or []
     if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
@@ -89,7 +94,7 @@ class TrainRequest(pydantic.BaseModel):
 
 class SftRequest(pydantic.BaseModel):
     model: ModelWire
-    trajectories: list[Json]
+    trajectories: Annotated[list[Json], pydantic.AfterValidator(_are_trajectories)]
     config: Json = {}
     verbose: bool = False
     digest: str

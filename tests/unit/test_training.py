@@ -1,0 +1,122 @@
+"""A step as a transaction: what fails leaves nothing behind, what stands is not lost."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer import checkpoint
+from trainer.config import LoraConfig
+from trainer.errors import DiskFull, TrainerError
+from trainer.learner.handle import Learner
+from trainer.server.gate import Gate
+from trainer.server.journal import Request
+from trainer.server.ledger import Ledger
+from trainer.server.metrics import Metrics
+from trainer.server.models import Model
+from trainer.server.reports import Reports
+from trainer.server.training import Training
+from trainer.server.trainings import Trainings
+
+
+class SavingLearner(Learner):
+    """Makes the checkpoints and trains nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    async def train(
+        self, checkpoints: Path, groups: Any, config: Any, lora: Any
+    ) -> AsyncIterator[dict[str, Any]]:
+        yield {"loss": float(groups[0]["number"])}
+
+        def write(directory: Path) -> None:
+            (directory / "adapter_model.safetensors").write_text(str(groups))
+
+        step = (checkpoint.latest(checkpoints) or 0) + 1
+        checkpoint.save(checkpoints, step, write, {}, synced=False)
+        yield {"checkpoint": "", "step": step}
+
+
+class Steps:
+    """The steps of one model, whose engine may refuse to load."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model = Model("p", "m", directory, LoraConfig(), prepared=True)
+        self.refuses = False
+        reports = Reports(None, directory)
+        self.trainings = Trainings(
+            Ledger(directory / "l.db"), Gate(), self._load, self._check, Metrics(), reports
+        )
+
+    async def _load(self, model: Model, step: int) -> None:
+        if self.refuses:
+            raise TrainerError("The engine has no room")
+
+    async def _check(self, model: Model) -> dict[str, float]:
+        return {"canary/logprob_difference": 0.0}
+
+    def train(self, number: int) -> Training:
+        request = Request(self.model.step + 1, str(number), "b", {}, [{"number": number}], {})
+        self.model.journal.begin(request)
+        return self.trainings.start(self.model, request, SavingLearner())
+
+
+async def test_a_step_that_cannot_be_served_is_not_taken_for_the_next_one(tmp_path: Path) -> None:
+    steps = Steps(tmp_path)
+    steps.refuses = True
+    with pytest.raises(TrainerError, match="no room"):
+        await steps.train(1).wait()
+    assert checkpoint.list_steps(steps.model.checkpoints) == []
+    assert steps.model.unfinished() is None
+    steps.refuses = False
+    training = steps.train(2)
+    await training.wait()
+    assert training.told == [{"loss": 2.0}]
+    assert (steps.model.step, list(steps.model.steps)) == (1, [1])
+    await steps.trainings.stop()
+
+
+async def test_a_request_stays_until_it_is_delivered_and_its_checkpoint_synced(
+    tmp_path: Path,
+) -> None:
+    steps = Steps(tmp_path)
+    training = steps.train(1)
+    await training.wait()
+    await training.synced()
+    assert steps.model.unfinished() == training.request  # its answer may still be asked for
+    steps.model.journal.delivered(1)
+    assert steps.model.unfinished() is None
+    await steps.trainings.stop()
+
+
+async def test_a_sync_that_failed_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = []
+
+    def sync(path: Path) -> None:
+        tries.append(path.name)
+        if len(tries) == 1:
+            raise DiskFull("The checkpoint `0001` cannot be written", hint="Free disk space")
+
+    monkeypatch.setattr(checkpoint, "sync", sync)
+    steps = Steps(tmp_path)
+    training = steps.train(1)
+    await training.wait()
+    with pytest.raises(DiskFull):
+        await training.synced()
+    steps.model.journal.delivered(1)
+    await training.synced()
+    assert tries == ["0001", "0001"]
+    assert steps.model.journal.unsynced() is None
+    await steps.trainings.stop()
+
+
+async def test_a_step_stands_though_the_history_cannot_be_written(tmp_path: Path) -> None:
+    steps = Steps(tmp_path)
+    (tmp_path / "history.jsonl").mkdir()
+    await steps.train(1).wait()
+    assert steps.model.step == 1
+    await steps.trainings.stop()
