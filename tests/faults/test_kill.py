@@ -1,5 +1,6 @@
 """`kill -9` of server, engine and learner at every point of a step changes no checkpoint."""
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,26 @@ def test_a_step_that_a_power_cut_takes_after_its_answer_is_made_again(tmp_path: 
         assert sha256(weights) == expected["0002"][weights.name]
         assert sample(serving) == 2
         train(serving, 3)
+
+
+def test_a_server_that_is_killed_between_steps_serves_the_same_again(tmp_path: Path) -> None:
+    def served() -> list[str]:
+        found = httpx.get(f"{serving.openai}/v1/models").json()["data"]
+        return [model["id"] for model in found if model["id"].startswith("run")]
+
+    with Serving(tmp_path, BASE) as serving:
+        train(serving, 1)
+        serving.process.kill()
+        serving.process.wait(30)
+        serving.start()
+        while not served():  # the base model is there before
+            assert serving.process.poll() is None
+            time.sleep(0.1)
+        assert sample(serving) == 1
+        serving.process.terminate()
+        serving.process.wait(30)
+        serving.start()  # after an end that was asked for, clients register anew
+        assert served() == []
 
 
 def test_a_run_with_a_kill_in_every_step_ends_with_the_checkpoints_of_a_calm_one(

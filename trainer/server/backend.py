@@ -69,10 +69,18 @@ class Backend:
         return self.trainings.running or self._gate.in_use or self._starting.locked()
 
     async def start(self) -> None:
-        """Load the base model, and take up every step that a killed server left half done."""
+        """Load the base model, and go on where a killed server left off.
+
+        That is, serve what it served, and make every step that it left half done.
+        """
         if not self.config.base_model:
             return
         await self._start_workers(self.config.base_model)
+        for wire in self.models.left_behind():
+            try:
+                await self.prepare(wire)
+            except TrainerError as error:
+                logger.warning("%s is not served again: %s", wire.name, error.message)
         journals = self.models.state.glob("*/models/*/journal*.json")
         for directory in sorted({path.parent for path in journals}):
             journal = Journal(directory)
@@ -83,6 +91,7 @@ class Backend:
 
     async def stop(self) -> None:
         """End everything; a second call finds nothing left to do."""
+        self.models.end()
         await self.trainings.stop()
         for worker in (self._engine, self._learner):
             if worker:
@@ -117,7 +126,7 @@ class Backend:
         async with self._preparing:  # who comes meanwhile finds the step that was taken up
             if not model.prepared:
                 await self._take_up(model)
-        self.models.newest = model
+        self.models.serve(model, wire)
 
     async def _take_up(self, model: Model) -> None:
         """Serve a model's newest checkpoint, and finish the step that was under way, if any."""

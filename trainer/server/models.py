@@ -1,6 +1,7 @@
 """The models under training, and the names under which they are served."""
 
 import dataclasses
+import json
 import re
 import shutil
 from collections import Counter
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from kit.manifest import damage, read_manifest
 from trainer import checkpoint
@@ -126,6 +128,9 @@ class Models:
         self.newest: Model | None = None
         """The model that was prepared last; the base model's name follows it."""
         self._models: dict[tuple[str, str], Model] = {}
+        self._serving = state / "serving.json"
+        self._wires: dict[str, Any] = {}
+        """What is served, as its clients asked for it: a killed server's successor goes on."""
 
     def __iter__(self) -> Iterator[Model]:
         return iter(self._models.values())
@@ -161,10 +166,37 @@ class Models:
                 hint="Start another server with `trainer serve --base-model`, on other ports",
             )
 
+    def serve(self, model: Model, wire: ModelWire) -> None:
+        """From now on the base model's name means this model."""
+        self.newest = model
+        self._wires.pop(model.key, None)
+        self._wires[model.key] = wire.model_dump(mode="json", by_alias=True)
+        self._remember()
+
+    def left_behind(self) -> list[ModelWire]:
+        """What a killed server served, the newest last."""
+        try:
+            found = json.loads(self._serving.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return []
+        return [ModelWire.model_validate(wire) for wire in found]
+
+    def end(self) -> None:
+        """The server was asked to end: its successor begins with nothing."""
+        self._serving.unlink(missing_ok=True)
+
     def remove(self, model: Model) -> None:
         del self._models[model.project, model.name]
+        if self._wires.pop(model.key, None):
+            self._remember()
         if self.newest is model:
             self.newest = None
+
+    def _remember(self) -> None:
+        self._serving.parent.mkdir(parents=True, exist_ok=True)
+        temporary = self._serving.with_suffix(".tmp")
+        temporary.write_text(json.dumps(list(self._wires.values())), encoding="utf-8")
+        temporary.rename(self._serving)
 
     def directory(self, wire: ModelWire) -> Path:
         """Where the files of a model are, trainable or not."""
