@@ -21,7 +21,10 @@ class Finding:
 
 def examine(run: Run) -> list[Finding]:
     """What keeps `run` from learning, the likeliest cause first."""
-    history = [row for row in run.history() if "num_gradient_steps" in row][-RECENT:]
+    steps: dict[int, Json] = {}
+    for row in run.history():  # a step's canary is a line of its own
+        steps.setdefault(row.get("step", 0), {}).update(row)
+    history = [row for row in steps.values() if "num_gradient_steps" in row][-RECENT:]
     if not history:
         return [
             Finding(
@@ -45,33 +48,43 @@ def _share(history: list[Json], part: str, whole: str) -> float | None:
 
 
 def _retokenized(history: list[Json]) -> Finding | None:
-    share = _share(history, "data/retokenized", "data/step_num_trajectories")
-    if share is None or share <= 0.1:
+    each = _share(history, "data/retokenized", "data/step_num_trajectories")
+    if each is None or each <= 0.1:
         return None
     return Finding(
-        f"{share:.0%} of the trajectories hold choices that this server did not sample, or that "
-        "came without logprobs",
+        f"{each:.2f} choices a trajectory were not sampled by this server, or came without "
+        "logprobs",
         "Send chats to this server's OpenAI port, and keep each `choice` with its logprobs",
     )
 
 
 def _equal_rewards(history: list[Json]) -> Finding | None:
-    share = _share(history, "data/step_num_groups_trainable", "data/step_num_groups_submitted")
-    if share is None or share >= 0.5:
+    share = _share(history, "data/dropped_equal_rewards", "data/step_num_groups_submitted")
+    if share is None or share <= 0.5:
         return None
     return Finding(
-        f"Only {share:.0%} of the groups teach anything: in the others all rewards are equal",
+        f"Only {1 - share:.0%} of the groups teach anything: in the others all rewards are equal",
         "Grade more finely, raise `num_generations`, or choose scenarios that sometimes succeed",
     )
 
 
 def _truncated(history: list[Json]) -> Finding | None:
-    share = _share(history, "data/step_num_truncated", "data/step_num_trajectories")
-    if share is None or share <= 0.2:
+    each = _share(history, "data/step_num_truncated", "data/step_num_trajectories")
+    if each is None or each <= 0.2:
         return None
     return Finding(
-        f"{share:.0%} of the trajectories were cut off by `max_tokens`",
+        f"{each:.2f} answers a trajectory were cut off by `max_tokens`",
         "Raise `max_tokens`, or reward short answers",
+    )
+
+
+def _too_long(history: list[Json]) -> Finding | None:
+    share = _share(history, "data/dropped_too_long", "data/step_num_trajectories")
+    if share is None or share <= 0.1:
+        return None
+    return Finding(
+        f"{share:.0%} of the trajectories are longer than `max_seq_length` and are left out",
+        "Raise `max_seq_length` and `packed_sequence_length`, or shorten the conversations",
     )
 
 
@@ -118,6 +131,7 @@ _CHECKS: list[Callable[[list[Json]], Finding | None]] = [
     _retokenized,
     _equal_rewards,
     _truncated,
+    _too_long,
     _stale,
     _canary,
     _learning_rate,

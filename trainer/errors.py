@@ -10,6 +10,7 @@ TrainerError
 │   └── DiskFull       it cannot be written (507)
 ├── Diverged           a loss or gradient is not finite
 ├── OutOfMemory        the step does not fit the accelerator (507)
+├── NotReady           the server is still starting (503)
 └── WorkerDied         the engine or the learner process ended (503)
 """
 
@@ -60,6 +61,11 @@ class OutOfMemory(TrainerError):
         "Lower `gpu_memory_utilization` of the engine, `max_seq_length` or the number of "
         "generations, raise `tensor_parallel_size`, or set `activation_checkpointing`"
     )
+
+
+class NotReady(TrainerError):
+    status = 503
+    hint = "Try again in a while; `/health` answers meanwhile"
 
 
 class WorkerDied(TrainerError):

@@ -1,5 +1,6 @@
 """What a state directory holds: its models, their checkpoints and their history. Reads only."""
 
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,8 +43,11 @@ class Run:
         path = self.directory / "history.jsonl"
         if not path.is_file():
             return []
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        found = []
+        for line in path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+        return found
 
 
 def runs(state: Path) -> Iterator[Run]:

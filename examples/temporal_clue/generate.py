@@ -88,12 +88,12 @@ def _deduction(world: World, chance: random.Random, solver: Solver) -> list[Clue
     """As few clues as prove the answer, taken from many true ones."""
     pool = _true_clues(world)
     chance.shuffle(pool)
-    few, many = 0, len(pool)
     if not solver.is_unique(pool, world.case):
         # Who moved how does not always tell when: then the time is said.
         pool.insert(0, Clue("is", ("time", world.case["time"])))
         if not solver.is_unique(pool, world.case):
             pool.insert(0, Clue("is", ("room", world.case["room"])))
+    few, many = 0, len(pool)
     while few < many:  # the shortest prefix of the pool that is enough
         middle = (few + many) // 2
         if solver.is_unique(pool[:middle], world.case):

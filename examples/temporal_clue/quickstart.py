@@ -8,12 +8,14 @@ Ctrl-C stops it cleanly; the same command goes on from there.
 import json
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import click
 
 import kit.cli
 from trainer.harness.component_config import ArtTrainerAdapterConfig
+from trainer.harness.decisions import BackendBehind
 from trainer.harness.finetune import Result, finetune
 
 HERE = Path(__file__).parent
@@ -77,18 +79,25 @@ def main(
     config, measured = SIZES[size]
     validation = HERE / "data" / measured
     started = time.monotonic()
+    train = partial(
+        finetune,
+        HERE / config,
+        overrides=list(overrides.items()),
+        validation_dataset=validation,
+        validation_interval=max(1, epochs // 2),
+    )
     try:
-        result = finetune(
-            HERE / config,
-            overrides=list(overrides.items()),
-            validation_dataset=validation,
-            validation_interval=max(1, epochs // 2),
-            resume=True,
-        )
+        try:
+            result = train(resume=True)
+        except BackendBehind:
+            kit.cli.note("The backend has nothing of the run before: beginning anew")
+            result = train(resume=False)
     except KeyboardInterrupt:
         kit.cli.note("Stopped; the same command goes on from here")
         sys.exit(130)
     assert result is not None
+    if not result.statuses:
+        kit.cli.note(f"This run had its {epochs} epochs: give it more with `--epochs`")
     seconds = time.monotonic() - started
     for line in report(result, Path(state_dir), Path(output_dir), validation, seconds):
         kit.cli.note(line)

@@ -32,9 +32,12 @@ def _in_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
             future.set_exception(error)
 
     def run() -> None:
-        result, error = None, None
+        result: Any = None
+        error: BaseException | None = None
         try:
             result = function()
+        except StopIteration as caught:  # a bare `next`; no future takes this one
+            error = RuntimeError(f"StopIteration: {caught}")
         except BaseException as caught:
             error = caught
         with contextlib.suppress(RuntimeError):  # the loop is closed: the run was given up

@@ -18,7 +18,7 @@ class CurriculumState:
     total_groups: int = 0
     """Groups with a signal in the first epoch."""
     included_groups: tuple[int, ...] = ()
-    """Groups that the last epoch trained on, by their place in the dataset."""
+    """Groups that the last epoch trained on, by their place in it."""
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "included_groups": list(self.included_groups)}
@@ -55,7 +55,7 @@ def select(
     means = {
         place: sum(group) / len(group)
         for place, group in enumerate(rewards)
-        if group and max(group) - min(group) >= config.min_reward_diff
+        if group and round(max(group) - min(group), 9) >= config.min_reward_diff
     }
     order = sorted(means, key=lambda place: means[place], reverse=not config.sort_ascending)
     count = max(1, math.ceil(round(len(order) * state.current_percentile, 9)))

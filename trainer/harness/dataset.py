@@ -1,6 +1,7 @@
 """Examples out of a file, every fault of the file told at once with its line."""
 
 import csv
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +43,7 @@ def _rows(file: Path, kind: str, faults: list[str]) -> Iterator[tuple[int, Any]]
             hint="Check `eval.general.dataset.file_path` and where you run the command",
         ) from exc
     if kind == "csv":
-        yield from enumerate(csv.DictReader(text.splitlines()), 2)
+        yield from enumerate(csv.DictReader(io.StringIO(text, newline="")), 2)
         return
     if kind == "json" and text.lstrip().startswith("["):
         try:
@@ -50,7 +51,7 @@ def _rows(file: Path, kind: str, faults: list[str]) -> Iterator[tuple[int, Any]]
         except json.JSONDecodeError as exc:
             faults.append(f"line {exc.lineno}: not valid JSON ({exc.msg})")
         return
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # a JSON string may hold U+2028
         if not line.strip():
             continue
         try:

@@ -1,9 +1,12 @@
 """What the loop decides, as pure functions: the numbers of an epoch, when to stop, and why."""
 
+import math
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from kit.errors import ConfigError
+from trainer.errors import TrainerError
 from trainer.harness.config import EarlyStopping
 from trainer.harness.metrics import reward_summary
 from trainer.harness.types import Json, Trajectory, TrajectoryCollection
@@ -32,6 +35,14 @@ def epoch_row(
     }
 
 
+def check_rule(rule: EarlyStopping | None, *, validated: bool) -> None:
+    if rule and rule.metric.startswith("validation/") and not validated:
+        raise ConfigError(
+            f"`early_stopping` watches `{rule.metric}`, and there is no validation dataset",
+            hint="Give `--validation_dataset`, or set `early_stopping.metric: avg_reward`",
+        )
+
+
 def reason_to_stop(
     rule: EarlyStopping | None, training: Sequence[Json], validation: Sequence[Json]
 ) -> str | None:
@@ -45,9 +56,22 @@ def reason_to_stop(
     if rule.target is not None and values[-1] >= rule.target:
         return f"`{rule.metric}` reached {values[-1]:.4f}"
     before, since = values[: -rule.patience], values[-rule.patience :]
-    if before and max(since) < max(before) + rule.min_delta:
+    gain = max(since) - max(before, default=-math.inf)
+    if before and (gain <= 0 or gain < rule.min_delta):
         return f"`{rule.metric}` did not rise in {rule.patience} measurements"
     return None
+
+
+class BackendBehind(TrainerError):
+    """The backend does not have the steps of the run that is resumed."""
+
+    hint = "Point it at the run's own state directory, or start anew without `--resume`"
+
+
+def check_reached(step: int | None, reached: int | None) -> None:
+    """Raise where the backend's step is before the one that a run had reached."""
+    if step is not None and reached is not None and step < reached:
+        raise BackendBehind(f"The backend is at step {step}, but this run had reached {reached}")
 
 
 def reasons_for_nothing(row: Mapping[str, Any]) -> str:

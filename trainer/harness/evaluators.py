@@ -63,15 +63,17 @@ class WeightedSum:
         result: list[Any] = []
         for run, scores in zip(runs, zip(*scored, strict=True), strict=True):
             try:
-                numbers = {
-                    name: number(score, name, run)[0]
+                found = {
+                    name: number(score, name, run)
                     for name, score in zip(names, scores, strict=True)
                 }
             except BadScore as error:
                 result.append(error)
                 continue
+            more = {key: value for _, metrics in found.values() for key, value in metrics.items()}
+            numbers = {name: value for name, (value, _) in found.items()}
             total = sum(self._weights[name] * value for name, value in numbers.items())
-            result.append({"reward": total, **numbers})
+            result.append({**more, **numbers, "reward": total})
         return result
 
 
@@ -97,7 +99,10 @@ def number(score: Any, name: str, run: WorkflowRun) -> tuple[float, dict[str, fl
 
 def _is_number(value: Any) -> bool:
     # numpy's and torch's scalars have `item`; a bool counts as 0 or 1.
-    value = value.item() if hasattr(value, "item") else value
+    try:
+        value = value.item() if hasattr(value, "item") else value
+    except (TypeError, ValueError, RuntimeError):  # an array of several
+        return False
     return isinstance(value, int | float) and math.isfinite(value)
 
 
@@ -116,6 +121,8 @@ class Scorer:
         for name, evaluator in self._evaluators.items():
             try:
                 scores = await evaluator.score(runs)
+                if len(scores) != len(runs):
+                    raise BadScore(f"it gave {len(scores)} scores for {len(runs)} runs")
             except Exception as error:  # the user's code: its fault is a lost run, not the end
                 scores = [error] * len(runs)
             for run, score in zip(runs, scores, strict=True):
@@ -136,8 +143,10 @@ class Scorer:
             run.metrics[name] = value
 
 
-def load_evaluators(wanted: Mapping[str, Any], llms: Llms) -> dict[str, Evaluator]:
-    """Build what the config names; a weighted sum gets its parts."""
+def load_evaluators(
+    wanted: Mapping[str, Any], llms: Llms, *, reward: str | None = None
+) -> dict[str, Evaluator]:
+    """Build what the config names; a weighted sum gets its parts. `reward` stays in any case."""
     made: dict[str, Evaluator] = {
         name: _make(config, llms)
         for name, config in wanted.items()
@@ -159,7 +168,7 @@ def load_evaluators(wanted: Mapping[str, Any], llms: Llms) -> dict[str, Evaluato
         for part in config.weights
     }
     # Parts of a sum are scored, and kept as metrics, by the sum.
-    return {name: evaluator for name, evaluator in made.items() if name not in summed}
+    return {name: it for name, it in made.items() if name not in summed or name == reward}
 
 
 def _make(config: Any, llms: Llms) -> Evaluator:

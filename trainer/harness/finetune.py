@@ -104,7 +104,10 @@ async def _run(config: FinetuneConfig, context: Context, llms: Llms) -> Result:
 def _context(config: FinetuneConfig, llms: Llms, progress: Progress) -> Context:
     general, wanted = config.eval.general, config.finetuning
     assert general.dataset is not None
-    scorer = Scorer(load_evaluators(config.eval.evaluators, llms), config.reward_name)
+    scorer = Scorer(
+        load_evaluators(config.eval.evaluators, llms, reward=config.reward_name),
+        config.reward_name,
+    )
     runner = Runner(
         load_workflow(config.workflow),
         llms,

@@ -65,7 +65,7 @@ def llama_index(factory: Factory, arguments: dict[str, Any]) -> Workflow:
 
     async def run(example: Example, llm: Llm) -> Any:
         make = _import("llama_index.llms.openai_like", "llama-index-llms-openai-like").OpenAILike
-        sampling = llm.config.sampling
+        sampling = {"temperature": 1.0, **llm.config.sampling}  # its own default is 0.1
         made = make(
             model=llm.model,
             api_base=llm.base_url,

@@ -77,10 +77,12 @@ class History:
                 "curriculum": self.curriculum.as_json(),
             },
         )
-        (self.directory / PENDING).unlink(missing_ok=True)
 
     def begin_training(self, pending: Pending) -> None:
         write_json(self.directory / PENDING, asdict(pending))
+
+    def end_training(self) -> None:
+        (self.directory / PENDING).unlink(missing_ok=True)
 
     def pending(self) -> Pending | None:
         """The epoch that a killed program had sampled, if it is the one that comes next."""

@@ -5,6 +5,7 @@ The gateway records what is said under that URL, so any framework may use it. A 
 """
 
 import asyncio
+import copy
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -190,7 +191,7 @@ class Llm:
             Completion(
                 llm=self.name,
                 function=self._function,
-                messages=messages,
+                messages=copy.deepcopy(messages),  # an agent goes on with its own list
                 choice=choice,
                 tools=settings.get("tools"),
                 policy_step=answer.get("policy_step"),

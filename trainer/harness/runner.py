@@ -1,12 +1,15 @@
 """Runs the workflow on examples: all at once, bounded, each within its time."""
 
 import asyncio
+import hashlib
 import logging
+import re
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kit.errors import ConfigError
 from trainer.errors import TrainerError
 from trainer.harness.evaluators import Scorer
 from trainer.harness.llm import Llms, Workflow
@@ -37,6 +40,8 @@ class Runner:
         self._workflow = workflow
         self._llms = llms
         self._scorer = scorer
+        if not llms.endpoints:
+            raise ConfigError("The config has no `llms`", hint="Give at least one endpoint there")
         self._llm = llm or next(iter(llms.endpoints))
         self._slots = asyncio.Semaphore(max_concurrency)
         self._timeout = run_timeout
@@ -72,21 +77,27 @@ class Runner:
         async with self._slots:
             handle = self._llms.handle(rollout, self._llm)
             started = time.monotonic()
+            timeout = asyncio.timeout(self._timeout)
             try:
-                async with asyncio.timeout(self._timeout):
+                async with timeout:
                     run.output = await self._workflow(run.example, handle)
                 run.completions = await self._llms.completions(handle)
                 run.step_rewards = self._llms.step_rewards(handle)
-            except TimeoutError:
-                run.fail(Failure.TIMEOUT, f"the workflow took longer than {self._timeout:g} s")
             except Exception as error:  # the user's code: its fault is a lost run, not the end
-                run.fail(Failure.WORKFLOW, _one_line(error))
+                if timeout.expired():
+                    run.fail(Failure.TIMEOUT, f"the workflow took longer than {self._timeout:g} s")
+                else:
+                    run.fail(Failure.WORKFLOW, _one_line(error))
             run.seconds = time.monotonic() - started
         on_done(run)
 
 
 def _plain(run: WorkflowRun) -> str:
-    return f"{run.example.id}-{run.generation}"
+    """The run's part of a URL: an example's id may hold what a path cannot."""
+    plain = re.sub(r"[^A-Za-z0-9._-]", "_", run.example.id)
+    if plain != run.example.id:
+        plain += "-" + hashlib.sha256(run.example.id.encode()).hexdigest()[:8]
+    return f"{plain}-{run.generation}"
 
 
 def _one_line(error: BaseException) -> str:

@@ -11,7 +11,14 @@ from trainer.harness import curriculum, history, plots
 from trainer.harness.component_config import ArtTrainerConfig
 from trainer.harness.context import Context
 from trainer.harness.curriculum import CurriculumState
-from trainer.harness.decisions import epoch_row, reason_to_stop, reasons_for_nothing, teaching
+from trainer.harness.decisions import (
+    check_reached,
+    check_rule,
+    epoch_row,
+    reason_to_stop,
+    reasons_for_nothing,
+    teaching,
+)
 from trainer.harness.history import History, Pending
 from trainer.harness.reporting import Reporter, load_reporters
 from trainer.harness.types import (
@@ -54,6 +61,7 @@ class ARTTrainer:
         """Set the components up, and find where an earlier run was left when asked to resume."""
         self._context = config
         plots.check_installed()
+        check_rule(config.config.finetuning.early_stopping, validated=config.validation is not None)
         self._lock = history.lock(config.output_dir)
         found = history.resume(config.output_dir) if config.resume else None
         if found is None:
@@ -64,6 +72,7 @@ class ARTTrainer:
             run_id = f"art_run_{uuid.uuid4().hex[:8]}"
             found = History(config.output_dir, run_id)
             found.curriculum = curriculum.start(config.config.finetuning.curriculum_learning)
+            found.save()  # a kill in the first epoch leaves something to resume, too
         self._history = found
         await config.trajectory_builder.initialize(config)
         await config.trainer_adapter.initialize(config)
@@ -74,11 +83,12 @@ class ARTTrainer:
         context, past = self._ready()
         statuses: list[TrainingJobStatus] = []
         context.progress.begin(num_epochs, past.epoch)
-        if past.epoch:
-            logger.info("Resuming run %s after epoch %s", past.run_id, past.epoch)
-        if not past.validation:
-            await self._validate(0)
         try:
+            if past.epoch:
+                logger.info("Resuming run %s after epoch %s", past.run_id, past.epoch)
+                check_reached(await self._step(), past.metrics[-1].get("step"))
+            elif not past.validation:
+                await self._validate(0)
             while past.epoch < num_epochs:
                 ref = await self.run_epoch(past.epoch, past.run_id)
                 status = await self._finish_epoch(ref, num_epochs)
@@ -201,6 +211,7 @@ class ARTTrainer:
             {name: row.get(name) for name in (*names, "num_trajectories", "curriculum_percentile")}
         )
         past.save()
+        past.end_training()
         if time.monotonic() - self._drawn > DRAW_EVERY:
             self._draw()
         self._report(row, validation)
@@ -238,21 +249,16 @@ class ARTTrainer:
     async def _last_validation(self) -> None:
         """A run that stops early, or is resumed with fewer epochs, is measured at its end too."""
         context, past = self._ready()
-        if context.validation is not None and past.validation[-1]["epoch"] != past.epoch:
+        measured = [summary["epoch"] for summary in past.validation]
+        if context.validation is not None and past.epoch not in measured:
             await self._validate(past.epoch)
             past.save()
 
     async def _was_trained(self, pending: Pending) -> bool:
         """Whether the backend has made the step of an epoch that was cut off."""
         step = await self._step()
-        if step is None or pending.step is None:
-            return False
-        if step < pending.step:
-            raise TrainerError(
-                f"The backend is at step {step}, but this run had reached step {pending.step}",
-                hint="Point it at the run's own state directory, or start anew without `--resume`",
-            )
-        return step > pending.step
+        check_reached(step, pending.step)
+        return step is not None and pending.step is not None and step > pending.step
 
     async def _step(self) -> int | None:
         ask = getattr(self._ready()[0].trainer_adapter, "current_step", None)

@@ -97,7 +97,8 @@ class ARTTrainerAdapter:
         self._client = ArtBackend(
             f"http://{host}:{backend.port}", backend.api_key.get_secret_value()
         )
-        await self._connect(patience=5)
+        given = "wait_for_backend" in self.config.model_fields_set
+        await self._connect(patience=self.config.wait_for_backend if given else 5)
         step = await self.current_step()
         logger.info("Model `%s` of project `%s` is at step %s", backend.name, backend.project, step)
 
@@ -106,7 +107,13 @@ class ARTTrainerAdapter:
             await self._client.close()
 
     async def current_step(self) -> int:
-        """The step the backend serves now."""
+        """The step the backend serves now; one that restarts is waited for."""
+        try:
+            return await self._ready()._get_step(self._model)
+        except TrainerError as exc:
+            if not _is_away(exc):
+                raise
+        await self._connect(patience=self.config.wait_for_backend)
         return await self._ready()._get_step(self._model)
 
     async def log_validation(self, runs: Sequence[WorkflowRun]) -> None:

@@ -86,8 +86,8 @@ class ARTTrajectoryBuilder:
             order = list(range(total))
             random.Random(f"{context.config.finetuning.seed}/{place // total}").shuffle(order)
             chosen.append(context.examples[order[place % total]])
-        # A small dataset may begin anew within an epoch; a group holds each example once.
-        return list(dict.fromkeys(chosen)) if count > total else chosen
+        # An epoch may reach into the next pass; a run's records are found by its example's id.
+        return list({example.id: example for example in chosen}.values())
 
     def _build(self, context: Context, run: WorkflowRun) -> Trajectory | None:
         if run.failure is not None:

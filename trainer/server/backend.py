@@ -75,7 +75,14 @@ class Backend:
         """
         if not self.config.base_model:
             return
-        await self._start_workers(self.config.base_model)
+        self.models.starting = True
+        try:
+            await self._start_workers(self.config.base_model)
+            await self._go_on()
+        finally:
+            self.models.starting = False
+
+    async def _go_on(self) -> None:
         for wire in self.models.left_behind():
             try:
                 await self.prepare(wire)

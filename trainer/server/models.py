@@ -16,7 +16,7 @@ from kit.manifest import damage, read_manifest
 from trainer import checkpoint
 from trainer.config import LoraConfig
 from trainer.engines.engine import SampleRequest
-from trainer.errors import BadRequest, Conflict, NotFound
+from trainer.errors import BadRequest, Conflict, NotFound, NotReady, TrainerError
 from trainer.server.journal import Journal, Request
 from trainer.server.wire import ModelWire
 
@@ -125,6 +125,8 @@ class Models:
     def __init__(self, state: Path) -> None:
         self.state = state
         self.base_model: str | None = None
+        self.starting = False
+        """Whether a model that is not here may still be taken up from a killed server."""
         self.newest: Model | None = None
         """The model that was prepared last; the base model's name follows it."""
         self._models: dict[tuple[str, str], Model] = {}
@@ -139,9 +141,9 @@ class Models:
         try:
             return self._models[wire.project, wire.name]
         except KeyError:
-            raise NotFound(
+            raise self._absent(
                 f"Model `{wire.name}` of project `{wire.project}` is not registered",
-                hint="Call `model.register(backend)` first",
+                "Call `model.register(backend)` first",
             ) from None
 
     def add(self, wire: ModelWire, lora: LoraConfig) -> Model:
@@ -227,4 +229,7 @@ class Models:
                     if int(step) in model.steps:
                         return model, int(step)
         names = ", ".join(f"`{served}`" for served in self.served_names()) or "nothing yet"
-        raise NotFound(f"There is no model `{name}` here", hint=f"Served now: {names}")
+        raise self._absent(f"There is no model `{name}` here", f"Served now: {names}")
+
+    def _absent(self, message: str, hint: str) -> TrainerError:
+        return NotReady(f"{message} yet") if self.starting else NotFound(message, hint=hint)

@@ -68,3 +68,12 @@ def test_an_empty_or_broken_file_is_told(tmp_path: Path, text: str, says: str) -
 def test_an_absent_file_is_told_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nope\.json"):
         load_examples(dataset(tmp_path / "nope.json", "json"))
+
+
+def test_lines_within_a_cell_or_a_string_are_kept(tmp_path: Path) -> None:
+    cell = write(tmp_path, 'id,question,answer\n1,"line one\nline two",x\n')
+    (example,) = load_examples(dataset(cell, "csv"))
+    assert example.question == "line one\nline two"
+    text = write(tmp_path, '{"id": 1, "question": "a\u2028b", "answer": "x"}\n')
+    (example,) = load_examples(dataset(text))
+    assert example.question == "a\u2028b"

@@ -181,3 +181,40 @@ async def test_a_group_is_ranked_together() -> None:
     llms.answers = ["[0.2]"]
     with pytest.raises(JudgeUnclear, match="not 2 numbers"):
         await ruler.score([run("Rome"), run("Paris")])
+
+
+async def test_an_evaluator_that_runs_out_of_items_loses_a_run() -> None:
+    def bare_next(run: WorkflowRun) -> float:
+        return float(next(iter(())))
+
+    one = run("Paris")
+    await Scorer({"reward": EachRun(bare_next, {})}, "reward").score([one])
+    assert one.failure is Failure.EVALUATOR and "StopIteration" in (one.error or "")
+
+
+async def test_scores_that_are_too_few_or_arrays_lose_the_runs() -> None:
+    class Few:
+        async def score(self, runs: Any) -> list[Any]:
+            return [1.0]
+
+    class Arrays:
+        def item(self) -> float:
+            raise ValueError("can only convert an array of size 1")
+
+    runs = [run("a"), run("b")]
+    await Scorer({"reward": Few()}, "reward").score(runs)
+    assert [one.failure for one in runs] == [Failure.EVALUATOR] * 2
+    assert "1 scores for 2 runs" in (runs[0].error or "")
+    one = run("a")
+    await Scorer({"reward": EachRun(lambda run: Arrays(), {})}, "reward").score([one])
+    assert one.failure is Failure.EVALUATOR
+
+
+async def test_a_part_of_a_sum_may_be_the_reward_itself() -> None:
+    parsed = {
+        "a": evaluator({"_type": "exact_match"}),
+        "sum": evaluator({"_type": "weighted_sum", "weights": {"a": 0.5}}),
+    }
+    one = run("Paris")
+    await Scorer(load_evaluators(parsed, Llms({}), reward="a"), "a").score([one])
+    assert (one.reward, one.metrics["sum"]) == (1.0, 0.5)

@@ -5,22 +5,27 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from rich.console import Console
 
 from kit.errors import ConfigError
 from trainer.errors import TrainerError
+from trainer.harness.component_config import ArtTrajectoryBuilderConfig
 from trainer.harness.config import FinetuneConfig
 from trainer.harness.context import Context
+from trainer.harness.decisions import BackendBehind
 from trainer.harness.llm import Llms
 from trainer.harness.progress import Progress
-from trainer.harness.runner import Runner
+from trainer.harness.runner import Runner, _plain
 from trainer.harness.trainer import ARTTrainer, NothingToTrainOn
+from trainer.harness.trajectory_builder import ARTTrajectoryBuilder
 from trainer.harness.types import (
     EpisodeItem,
     EpisodeItemRole,
     Example,
+    Failure,
     TrainingJobRef,
     TrainingJobStatus,
     TrainingStatusEnum,
@@ -268,3 +273,81 @@ async def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match="Another run is writing to"):
         await ARTTrainer().initialize(context(tmp_path, FakeBuilder(rising), FakeAdapter()))
     first.close()
+
+
+async def test_a_finished_run_is_not_taken_for_one_of_an_empty_backend(tmp_path: Path) -> None:
+    await train(context(tmp_path, FakeBuilder(rising), FakeAdapter()), 2)
+    for epochs in (2, 3):
+        with pytest.raises(BackendBehind, match="at step 0, but this run had reached 2"):
+            await train(context(tmp_path, FakeBuilder(rising), FakeAdapter(), resume=True), epochs)
+    await train(context(tmp_path, FakeBuilder(rising), FakeAdapter()), 2)  # nothing is locked
+
+
+async def test_a_first_epoch_that_was_cut_off_is_resumed_too(tmp_path: Path) -> None:
+    first = FakeAdapter(fail_at=1)
+    await train(context(tmp_path, FakeBuilder(rising), first), 2)
+    builder, second = FakeBuilder(rising), FakeAdapter()
+    second.step = 1  # it was trained, and only its answer was lost
+    await train(context(tmp_path, builder, second, resume=True), 2)
+    assert builder.epochs == [1] and second.submitted == [rising(1)]
+
+
+async def test_validation_that_comes_with_a_resumption_is_not_called_the_beginning(
+    tmp_path: Path,
+) -> None:
+    first = FakeAdapter(fail_at=3)
+    await train(context(tmp_path, FakeBuilder(rising), first), 4)
+    second = FakeAdapter()
+    second.step = first.step + 1  # the third epoch was trained
+    found = context(
+        tmp_path, FakeBuilder(rising), second, validation=lambda: 0.5, interval=9, resume=True
+    )
+    await train(found, 4)
+    assert second.submitted == [rising(3)]
+    assert [row["epoch"] for row in read(tmp_path, "validation_history.json")] == [4]
+
+
+async def test_a_plateau_stops_a_run_by_default(tmp_path: Path) -> None:
+    found = context(
+        tmp_path, FakeBuilder(rising), FakeAdapter(), validation=lambda: 1.0, interval=1,
+        early_stopping={"patience": 2},
+    )  # fmt: skip
+    assert len(await train(found, 9)) == 2
+
+
+async def test_stopping_by_a_validation_that_is_not_made_is_refused(tmp_path: Path) -> None:
+    found = context(tmp_path, FakeBuilder(rising), FakeAdapter(), early_stopping={"patience": 2})
+    with pytest.raises(ConfigError, match="no validation dataset"):
+        await train(found, 2)
+
+
+@pytest.mark.parametrize("count", [6, 25])
+async def test_an_epoch_over_two_passes_holds_each_example_once(tmp_path: Path, count: int) -> None:
+    found = context(tmp_path, FakeBuilder(rising), FakeAdapter())
+    found.examples = [Example(f"e/{number}", "q", "a", {}) for number in range(10)]
+    builder = ARTTrajectoryBuilder(
+        ArtTrajectoryBuilderConfig.model_validate(
+            {"_type": "openpipe_art_traj_builder", "examples_per_epoch": count}
+        )
+    )
+    for epoch in range(5):
+        chosen = [example.id for example in builder._examples(found, epoch)]
+        assert 0 < len(chosen) <= count and len(set(chosen)) == len(chosen)
+
+
+def test_the_rollout_of_any_example_has_a_name_fit_for_a_url() -> None:
+    ids = ("HumanEval/0", "HumanEval_0", "HumanEval?0", "plain")
+    names = [_plain(WorkflowRun(Example(name, "q", "a", {}), 3)) for name in ids]
+    assert len(set(names)) == 4 and names[-1] == "plain-3"
+    assert all(quote(name, safe="") == name for name in names)
+
+
+async def test_a_timeout_of_the_agents_own_is_its_own_fault(tmp_path: Path) -> None:
+    found = context(tmp_path, FakeBuilder(rising), FakeAdapter())
+
+    async def workflow(example: Example, llm: Any) -> float:
+        raise TimeoutError("the tool")
+
+    found.runner._workflow = workflow
+    ((run,),) = await found.runner.run([Example("e", "q", "a", {})], 1, "x", lambda run: None)
+    assert (run.failure, run.error) == (Failure.WORKFLOW, "TimeoutError: the tool")
