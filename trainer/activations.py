@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from trainer.architecture import Architecture
 
 FREE_SHARE = 0.95  # of the free memory; the rest is lost to fragments
+HEAD = (8192, 38_016)  # tokens and words whose logits are in memory at once
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,18 @@ LEAN = 0.8
 
 
 def plan(
-    architecture: Architecture, tokens: int, free: int, *, bytes_each: int = 2, fused: bool = False
+    architecture: Architecture,
+    tokens: int,
+    free: int,
+    *,
+    bytes_each: int = 2,
+    fused: bool = False,
+    rank: int = 0,
 ) -> Plan:
     """The fastest plan for a row of `tokens` that fits `free` bytes.
 
-    `fused`: the MLP's kernel makes the MLP's product again by itself, so it is never kept.
+    `fused`: the MLP's kernel makes the MLP's product again by itself, so it is never kept; the
+    gradients of its LoRAs, of that rank, are summed from those of every 64 tokens.
     """
     a = architecture
     attention = 2 * (a.heads + a.kv_heads) * a.head_dim  # q, k, v and the result
@@ -42,7 +50,9 @@ def plan(
     least = a.dim * tokens * bytes_each
     # The gradients of the layer under way, about as large as what it keeps, and the head's, which
     # are in fp32 for every token.
-    under_way = fast + 8 * a.dim * tokens
+    parts = 12 * (tokens // 64) * a.ffn_dim * rank if fused else 0
+    logits = 4 * min(tokens, HEAD[0]) * min(a.vocab_size, HEAD[1])
+    under_way = max(fast + parts, logits) + 8 * a.dim * tokens
     room = free * FREE_SHARE - under_way
     if a.layers * fast <= room:
         return FASTEST

@@ -113,7 +113,7 @@ class GrpoConfig(Config):
     """Tokens whose logits are in memory at once; None is 8,192 on a GPU, 1,024 elsewhere."""
     activation_checkpointing: bool | None = None
     """Recompute each layer in the backward pass: slower, with far less memory. None does so on a
-    GPU for as many layers as its free memory asks for."""
+    GPU for as many layers as its free memory asks for, on several for all."""
     plot_tensors: bool = False
     """Write a picture of the packed rows beside the checkpoint."""
 

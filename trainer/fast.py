@@ -3,9 +3,10 @@
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
@@ -17,6 +18,7 @@ from trainer.tree_mask import Lengths, Tree
 
 logger = logging.getLogger(__name__)
 LayerFunction = Callable[..., Tensor]
+VARIANTS = 128  # of the compiled layer; beyond torch's own limit of 8 a step would fail
 
 
 class FastLayers:
@@ -24,7 +26,7 @@ class FastLayers:
 
     def __init__(
         self,
-        layers: Sequence[nn.Module],
+        layers: Sequence[Any],
         architecture: Architecture,
         *,
         backend: str = "inductor",
@@ -38,6 +40,9 @@ class FastLayers:
         self._forward: LayerFunction = torch.compile(
             layer_forward, backend=backend, dynamic=False, fullgraph=True
         )
+        # A variant for each length, with and without a gradient, with and without the LoRA.
+        torch._dynamo.config.recompile_limit = VARIANTS
+        self._caution = 1.0
         self._budget = FASTEST.budget
         self._plans: dict[int, Plan] = {}
         for layer in layers:
@@ -64,18 +69,24 @@ class FastLayers:
                     x = self._forward(*inputs)
         return x
 
+    def relent(self) -> None:
+        """Plan with less memory than there seems to be: what was planned did not fit."""
+        self._caution *= 0.8
+        self._plans.clear()
+
     def _recomputed(self, x: Tensor, recompute: bool | None) -> int:
         if recompute is not None:
             return len(self._layers) if recompute else 0
         tokens = x.shape[0] * x.shape[1]
         if tokens not in self._plans:
-            free = self._free(x.device)
+            fused = fuses(x, self._layers[0].mlp)
             chosen = plan(
                 self._architecture,
                 tokens,
-                free,
+                int(self._free(x.device) * self._caution) - self._to_come(),
                 bytes_each=x.element_size(),
-                fused=fuses(x, self._layers[0].mlp),
+                fused=fused,
+                rank=self._layers[0].mlp.w1.rank if fused else 0,
             )
             logger.info("rows of %s tokens: %s", tokens, chosen)
             self._plans[tokens] = chosen
@@ -84,6 +95,11 @@ class FastLayers:
                 self._budget = chosen.budget
                 torch._dynamo.reset()
         return self._plans[tokens].recomputed
+
+    def _to_come(self) -> int:
+        """Bytes of gradients and AdamW's moments, which are not there before the first step."""
+        trained = [it for layer in self._layers for it in layer.parameters() if it.requires_grad]
+        return sum(12 * it.numel() for it in trained if it.grad is None)
 
 
 def free_memory(device: torch.device) -> int:

@@ -25,7 +25,12 @@ _USAGE = re.compile(r"error: (.+)$")
 _VAGUE = ("Engine core initialization failed", "See stack trace", "root cause", "EngineDeadError")
 _HINTS = (
     (
-        ("out of memory", "Free memory on device", "No available memory for the cache"),
+        ("No available memory for the cache",),
+        "Raise `gpu_memory_utilization` in `engine_args`, or choose a smaller base model or a "
+        "larger card",
+    ),
+    (
+        ("out of memory", "Free memory on device"),
         "Lower `gpu_memory_utilization` or `max_model_len` in `engine_args`, or free the card",
     ),
     (

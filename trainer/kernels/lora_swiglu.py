@@ -11,6 +11,7 @@ that would be another pass. Backward, given `scales`, writes fp8 itself.
 T tokens, F inner size, r rank of the LoRAs.
 """
 
+import functools
 import os
 from typing import Any
 
@@ -25,7 +26,8 @@ from trainer.kernels.fp8 import LARGEST as LARGEST_FP8
 # Found on an H200 by trying, amid large products, which slow its clock: 0.25 and 0.61 ms for 8,192
 # tokens of a 7B shape, of which moving the activations alone is 0.22 and 0.37. Loads that are not
 # three tiles ahead cost half as much again.
-TILE = {"BT": 64, "BF": 64, "AHEAD": 3, "num_warps": 4}
+TILE = {"BT": 64, "BF": 64, "num_warps": 4}
+AHEAD = 3
 CHUNKS = {"forward": 37, "backward": 8}
 LARGEST = tl.constexpr(LARGEST_FP8)
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
@@ -145,7 +147,8 @@ def _backward(
             tl.store(gate_up_grad + at + inner, up_slope, mask=inside)
         gate_total = tl.dot(gate_slope, tl.trans(gate_w), gate_total)
         up_total = tl.dot(up_slope, tl.trans(up_w), up_total)
-        part = weight_grads + (tl.program_id(1) * 3 * inner + f[:, None]) * rank + r[None, :]
+        block = tl.program_id(1).to(tl.int64)  # long rows hold more than 2^31 of these
+        part = weight_grads + (block * 3 * inner + f[:, None]) * rank + r[None, :]
         within = (f[:, None] < inner) & (r[None, :] < rank)
         tl.store(part, tl.dot(tl.trans(gate_slope), gate_low), mask=within)
         tl.store(part + inner * rank, tl.dot(tl.trans(up_slope), up_low), mask=within)
@@ -156,13 +159,32 @@ def _backward(
     tl.store(at + rank, up_total, mask=within)
 
 
-def _launch(kernel: Any, chunks: int, tensors: tuple[Tensor, ...], **options: bool) -> None:
+def shared_memory(rank: int, ahead: int) -> int:
+    """Bytes that the backward kernel, the larger one, takes for a padded rank.
+
+    As Triton compiles it for sm80 and sm89; Hopper needs a little less.
+    """
+    return 32_768 + 384 * rank + (ahead - 1) * (24_576 + 768 * rank)
+
+
+@functools.cache
+def _ahead(rank: int, device: torch.device) -> int:
+    """How many tiles are loaded ahead: an L4 or a 4090 has less than half of a Hopper's room."""
+    if device.type != "cuda":
+        return AHEAD
+    about = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+    room = about["max_shared_mem"]
+    return next((n for n in range(AHEAD, 1, -1) if shared_memory(rank, n) <= room), 1)
+
+
+def _launch(kernel: Any, chunks: int, tensors: tuple[Tensor, ...], **options: int) -> None:
     """Run a kernel over all tiles."""
     tokens, (rank, inner) = len(tensors[0]), tensors[2].shape
     tiles = triton.cdiv(triton.cdiv(inner, TILE["BF"]), chunks)
     padded = max(16, triton.next_power_of_2(rank))  # a product of tiles has no shorter side
     grid = (chunks, triton.cdiv(tokens, TILE["BT"]))
-    kernel[grid](*tensors, tokens, inner, rank, TILES=tiles, R=padded, **options, **TILE)
+    options |= {"TILES": tiles, "R": padded, "AHEAD": _ahead(padded, tensors[0].device)}
+    kernel[grid](*tensors, tokens, inner, rank, **options, **TILE)
 
 
 @torch.library.custom_op("art_cluster::lora_swiglu", mutates_args=())

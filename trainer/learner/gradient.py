@@ -54,7 +54,10 @@ class GradientSteps:
             group["betas"] = (config.adam_beta1, config.adam_beta2)
             group["eps"] = config.adam_epsilon
             group["weight_decay"] = config.weight_decay
-        state.policy.activation_checkpointing = config.activation_checkpointing
+        asked = config.activation_checkpointing
+        if asked is None and world.size > 1:
+            asked = state.parameters[0].is_cuda  # all processes must do alike, and none runs out
+        state.policy.activation_checkpointing = asked
 
     def run(self, batches: list[list[Row]]) -> Iterator[Metrics]:
         """One gradient step for each batch of rows."""

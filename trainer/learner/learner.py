@@ -4,6 +4,7 @@ Straight through, top to bottom: read the last good checkpoint, prepare and pack
 take the gradient steps, write the next checkpoint.
 """
 
+import gc
 import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -14,18 +15,18 @@ import torch
 
 from trainer import checkpoint, faults
 from trainer.config import GrpoConfig, LoraConfig, SftConfig, StepConfig
-from trainer.errors import OutOfMemory, Unsupported
-from trainer.fast import FastLayers
+from trainer.errors import OutOfMemory
 from trainer.learner.clock import Clock
 from trainer.learner.gradient import GradientSteps, row_logprobs
 from trainer.learner.pack import Row, Sample, pack
 from trainer.learner.plot import NAME as PICTURE
 from trainer.learner.plot import plot_rows
+from trainer.learner.policies import load_policy
 from trainer.learner.prepare import Prepared, prepare
 from trainer.learner.sft import SUPERVISED, prepare_sft
 from trainer.learner.state import State, check_belongs, lora_shape
 from trainer.learner.world import World
-from trainer.model import Policy, load_model
+from trainer.model import Policy
 from trainer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class Learner:
             step = 0
             state = self._new_state(lora)
             self._save(state, checkpoints, step, lora, parent=None, config=None)
-            self.state, self.loaded = state, (checkpoints, step)
+            self.loaded = (checkpoints, step)
         else:
             path = checkpoint.path_of(checkpoints, step)
             self.world.on_first(lambda: check_belongs(path, base_model=self.base_model, lora=lora))
@@ -84,13 +85,14 @@ class Learner:
                 yield from self._train_sft(checkpoints, step, groups, config, lora)
             else:
                 yield from self._train(checkpoints, step, groups, config, lora)
-        except torch.OutOfMemoryError as exc:
-            self.loaded = None
-            raise OutOfMemory(f"The step does not fit the GPU: {exc}") from exc
-        except BaseException:
+        except BaseException as error:
             # Weights may be half stepped: the next call starts from the last good checkpoint.
             self.loaded = None
-            raise
+            if not isinstance(error, torch.OutOfMemoryError):
+                raise
+            if self.state and self.state.policy.fast:
+                self.state.policy.fast.relent()  # the same request again keeps less
+            raise OutOfMemory(f"The step does not fit the GPU: {error}") from error
 
     @torch.no_grad()
     def score(
@@ -229,11 +231,13 @@ class Learner:
         return checkpoint.latest(checkpoints)
 
     def _new_state(self, lora: LoraConfig | None) -> State:
+        self.state = self.loaded = None  # few cards have room for two base models
+        gc.collect()  # a policy and its compiled layers hold each other
         # Every weight that is trained is kept in fp32: AdamW's steps are lost in bf16.
-        dtype = torch.float32 if lora is None else self.dtype
-        policy = self._load_policy(lora, dtype)
+        policy = self._load_policy(lora, torch.float32 if lora is None else self.dtype)
         self.world.shard(policy)
-        return State(policy, seed=lora.seed if lora else 0)
+        self.state = State(policy, seed=lora.seed if lora else 0)
+        return self.state
 
     def _reference(self) -> Policy:
         """A frozen copy of the base model, for full finetuning under a KL penalty."""
@@ -242,16 +246,11 @@ class Learner:
         return policy
 
     def _load_policy(self, lora: LoraConfig | None, dtype: torch.dtype) -> Policy:
-        policy = load_model(self.directory, lora=lora, dtype=dtype, device=self.device)
-        if self.fp8 and (self.device.type != "cuda" or self.world.size > 1 or lora is None):
-            raise Unsupported(
-                "`quantization` is `fp8`, which trains a LoRA in one process on a CUDA card",
-                hint="Leave it out, or set `learner_devices` to one card",
-            )
-        # Sharded weights are gathered by the layers' own forward passes, which `fast` goes round.
-        if self.device.type == "cuda" and self.world.size == 1:
-            policy.fast = FastLayers(policy.layers, policy.architecture, fp8=self.fp8)
-        return policy
+        place = partial(load_policy, device=self.device, world=self.world, fp8=self.fp8)
+        try:
+            return place(self.directory, lora, dtype=dtype)
+        except torch.OutOfMemoryError as exc:
+            raise OutOfMemory(f"The base model does not fit the GPU: {exc}") from exc
 
     def _load(self, checkpoints: Path, lora: LoraConfig | None) -> int:
         """Bring the run's latest good step into memory."""
@@ -265,9 +264,8 @@ class Learner:
             return step
         path = checkpoint.path_of(checkpoints, step)
         self.loaded = None
-        if self.state is None or self.state.policy.lora != lora:
-            self.state = self._new_state(lora)
-        self.state.read(path, self.world)
+        held = self.state if self.state and self.state.policy.lora == lora else None
+        (held or self._new_state(lora)).read(path, self.world)
         self.loaded = (checkpoints, step)
         return step
 
