@@ -4,7 +4,7 @@ import contextlib
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from launcher import scripts, sky_launch, sky_runs
 from launcher.errors import ClusterNotFound, LauncherError
@@ -37,7 +37,7 @@ class SkyProvider:
         return [
             ClusterInfo(
                 record["name"],
-                record["status"].value.lower(),
+                _status(record),
                 f"{record['cloud']} {record['region'] or ''} {record['resources_str']}",
             )
             for record in records
@@ -139,3 +139,9 @@ class SkyProvider:
             skypilot.get(skypilot.down(name))
         forget_alias(name)
         sent_record(name).unlink(missing_ok=True)
+
+
+def _status(record: Mapping[str, Any]) -> str:
+    """SkyPilot calls a cluster INIT before it is up, and again when a look finds it unhealthy."""
+    status = str(record["status"].value).lower()
+    return "unhealthy" if status == "init" and record["cluster_ever_up"] else status
