@@ -12,7 +12,7 @@ from launcher import bundle, checkpoints
 from launcher.checkpoints import PulledCheckpoint
 from launcher.early import Early
 from launcher.endpoints import Endpoints, is_healthy
-from launcher.errors import ClusterNotFound, LauncherError, ProviderError, RemoteError, RunNotFound
+from launcher.errors import ClusterNotFound, LauncherError, ProviderError, RunNotFound
 from launcher.files import select
 from launcher.provider import (
     SERVER,
@@ -207,12 +207,13 @@ class Cluster:
         """
         status = self.status()
         pulled: list[PulledCheckpoint] = []
+        # What is half made was never up, so nothing can be there.
         if pull_to is not None and status is not None and status.status != "init":
             try:
                 pulled = self.pull(pull_to, progress=progress)
-            except RemoteError as error:
+            except LauncherError as error:
                 lose = f"or lose what is there with `launcher down -c {self.name} --discard`"
-                raise RemoteError(error.message, hint=f"{error.hint}; {lose}") from error
+                raise type(error)(error.message, hint=f"{error.hint}; {lose}") from error
         spent = None
         if status is not None:
             with contextlib.suppress(LauncherError):  # no bill keeps a cluster up
