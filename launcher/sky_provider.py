@@ -15,6 +15,9 @@ from launcher.sky_door import ANY, forget_alias, sky, translated, write_alias
 from launcher.state import sent_record
 from launcher.task import Task
 
+_UPLOADS_S = 1800
+"""Seconds after which no upload to a bucket keeps a cluster up."""
+
 
 class SkyProvider:
     """Clusters that SkyPilot rents: on a cloud, on Kubernetes or on Slurm."""
@@ -136,7 +139,10 @@ class SkyProvider:
     def down(self, name: str) -> None:
         skypilot = sky()
         with contextlib.suppress(ClusterNotFound), translated(name):
-            skypilot.get(skypilot.down(name))
+            records = skypilot.get(skypilot.status([name]))
+            # To end what runs and to look for uploads takes seconds, and mostly there are none.
+            graceful = any(_has_uploads(record) for record in records)
+            skypilot.get(skypilot.down(name, graceful=graceful, graceful_timeout=_UPLOADS_S))
         forget_alias(name)
         sent_record(name).unlink(missing_ok=True)
 
@@ -145,3 +151,8 @@ def _status(record: Mapping[str, Any]) -> str:
     """SkyPilot calls a cluster INIT before it is up, and again when a look finds it unhealthy."""
     status = str(record["status"].value).lower()
     return "unhealthy" if status == "init" and record["cluster_ever_up"] else status
+
+
+def _has_uploads(record: Mapping[str, Any]) -> bool:
+    mounts = record["last_creation_yaml"] or ""
+    return bool(record["cluster_ever_up"]) and "MOUNT_CACHED" in mounts
