@@ -9,10 +9,12 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from launcher.endpoints import Endpoints
 from launcher.errors import LauncherError, ProviderError, TaskError
+from launcher.files import refuse_open_secrets
 from launcher.provider import STATE_DIR, WORKDIR, Run, RunStatus
 from launcher.settings import Settings
 from launcher.sky_door import reading, sky, translated
@@ -61,6 +63,8 @@ exit $code
 def start(task: Task, command: str, settings: Settings, *, state_dir: str | None) -> str:
     """Start `command` beside the task's server on a cluster of its own; returns the run's id."""
     config = _config(task, command, settings, state_dir)
+    if workdir := config.get("workdir"):
+        refuse_open_secrets(Path(workdir))
     skypilot = sky()
     with translated(task.name):
         job = skypilot.Task.from_yaml_config(

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from launcher import scripts, sky_launch, sky_runs
 from launcher.errors import ClusterNotFound, LauncherError
-from launcher.files import forgotten, remember
+from launcher.files import forgotten, refuse_open_secrets, remember
 from launcher.provider import WORKDIR, Check, ClusterInfo, Cost, Progress, Run, Sent
 from launcher.remote import Remote
 from launcher.sky_door import ANY, forget_alias, sky, translated, write_alias
@@ -30,6 +30,8 @@ class SkyProvider:
         *,
         reachable: Callable[[], None] = lambda: None,
     ) -> Run | None:
+        if workdir := task.config.get("workdir"):
+            refuse_open_secrets(Path(workdir))
         return sky_launch.launch(name, task, arguments, reachable=reachable, cost=self.cost)
 
     def clusters(self) -> list[ClusterInfo]:
