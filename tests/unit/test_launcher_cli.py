@@ -368,6 +368,21 @@ def test_a_bundle_blacks_secrets_out(
     assert name == "art/run-1-demo-running.log"
 
 
+def test_a_bundle_blacks_out_the_secrets_that_only_the_task_declares(
+    invoke: Invoke, healthy_port: int
+) -> None:
+    Path("task.yaml").write_text("run: serve\nsecrets: {SEARCH_KEY: null, LONGER: null}\n")
+    Path("of-this.env").write_text("SEARCH_KEY=put\nLONGER=output\nOTHER=of\n")
+    given, provider = ["--env-file", "of-this.env"], FakeProvider(port=healthy_port)
+    assert invoke("up", "task.yaml", *given, provider=provider).exit_code == 0
+    assert invoke("logs", "--bundle", "b.tar.gz", *given, provider=provider).exit_code == 0
+    with tarfile.open("b.tar.gz") as archive:
+        file = archive.extractfile(archive.getnames()[0])
+        assert file is not None and file.read() == b"[secret] of 1\n"
+    kept = [path for path in Path.home().rglob("*") if path.is_file()]
+    assert not [path for path in kept if b"output" in path.read_bytes()]
+
+
 def test_doctor_finds_a_misspelt_variable_and_an_open_env_file(
     invoke: Invoke, provider: FakeProvider
 ) -> None:
