@@ -35,7 +35,7 @@ def pack(provider: Provider, cluster: str, to: Path, secrets: Sequence[str]) -> 
             with tarfile.open(to, "w:gz") as archive:
                 for path in sorted(path for path in base.rglob("*") if path.is_file()):
                     content = path.read_bytes()
-                    for secret in secrets:
+                    for secret in sorted(secrets, key=len, reverse=True):  # one may begin another
                         content = content.replace(secret.encode(), b"[secret]")
                     about = archive.gettarinfo(path, f"{cluster}/{path.relative_to(base)}")
                     about.size = len(content)

@@ -1,15 +1,19 @@
 """Bringing checkpoints home: fetch what is new, then trust nothing without its sha256."""
 
+import contextlib
+import glob
 import re
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from kit.manifest import damage
+from kit.manifest import MANIFEST, damage, read_manifest
 from launcher.errors import DamagedCheckpoint, LauncherError
 from launcher.provider import STATE_DIR, Progress, Provider
 
 # Finished checkpoints only: the server writes into a directory whose name starts with a dot.
-_CHECKPOINTS = "*/models/*/checkpoints/[0-9]*/**"
+_CHECKPOINTS = "*/models/*/checkpoints/[0-9]*"
 _METRICS = ("*/models/*/history.jsonl", "*/training_metrics.jsonl", "*/reward_plot.png")
 PULLED = f"{STATE_DIR}/pulled"
 """Where the server finds what is safe at home: `PROJECT/NAME/STEP` a line."""
@@ -32,33 +36,70 @@ class PulledCheckpoint:
 
 
 def pull(provider: Provider, cluster: str, to: Path, progress: Progress) -> list[PulledCheckpoint]:
-    """Copy checkpoints and metrics of `cluster` below `to`, verify, and list all that are there."""
-    before = {path for path in find(to) if not damage(path)}
+    """Copy checkpoints and metrics of `cluster` below `to`, verify and list its checkpoints.
 
-    def fetch(*, checksum: bool) -> None:
-        patterns = (_CHECKPOINTS, *_METRICS)
-        provider.fetch(cluster, STATE_DIR, to, patterns, checksum=checksum, progress=progress)
+    What else is below `to`, of other clusters and earlier ones, is neither touched nor looked at.
+    """
+    with (
+        provider.writing(cluster, PULLED) as write,
+        _translated(to),
+        tempfile.TemporaryDirectory() as directory,
+    ):
+        there, note = Path(directory), Path(PULLED).name
+        about = (f"{_CHECKPOINTS}/{MANIFEST}", note)
+        provider.fetch(cluster, STATE_DIR, there, about, checksum=False, progress=_quiet)
+        places = [path.relative_to(there) for path in find(there)]
+        for place in places:
+            _refuse_another(cluster, there / place, to / place)
+        before = {place for place in places if not damage(to / place)}
+        # By their names: what is finished from now on was not compared, and is the next pull's.
+        patterns = [*(f"{glob.escape(str(place))}/**" for place in places), *_METRICS]
 
-    with provider.writing(cluster, PULLED) as write:
-        try:
-            to.mkdir(parents=True, exist_ok=True)
-            fetch(checksum=False)
-            faults = {path: damage(path) for path in find(to)}
-            if any(faults.values()):
-                # Same size and time, other content: only a comparison of the content finds that.
-                fetch(checksum=True)
-                faults = {path: damage(path) for path in find(to)}
-        except OSError as exc:
-            raise LauncherError(
-                f"`{to}` cannot be written: {exc.strerror}",
-                hint="Make room there, or choose another place with `--to`",
-            ) from exc
-        for fault in (fault for found in faults.values() for fault in found):
-            raise DamagedCheckpoint(f"A checkpoint came home damaged: {fault}")
-        pulled = [_about(path, new=path not in before) for path in faults]
-        if any(checkpoint.new for checkpoint in pulled):
-            write("".join(f"{it.project}/{it.model}/{it.step:04}\n" for it in pulled))
+        def fetch(*, checksum: bool) -> list[str]:
+            provider.fetch(cluster, STATE_DIR, to, patterns, checksum=checksum, progress=progress)
+            return [fault for place in present() for fault in damage(to / place)]
+
+        def present() -> list[Path]:
+            return [place for place in places if (to / place).is_dir()]  # not deleted since
+
+        to.mkdir(parents=True, exist_ok=True)
+        # Same size and time, other content: only a comparison of the content finds that.
+        if fetch(checksum=False) and (faults := fetch(checksum=True)):
+            raise DamagedCheckpoint(f"A checkpoint came home damaged: {faults[0]}")
+        pulled = [_about(to / place, new=place not in before) for place in present()]
+        safe = "".join(f"{it.project}/{it.model}/{it.step:04}\n" for it in pulled)
+        if safe != _read(there / note):  # also where an interrupted pull brought it, and not this
+            write(safe)
     return pulled
+
+
+@contextlib.contextmanager
+def _translated(to: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as exc:
+        raise LauncherError(
+            f"`{to}` cannot be written: {exc.strerror}",
+            hint="Make room there, or choose another place with `--to`",
+        ) from exc
+
+
+def _refuse_another(cluster: str, there: Path, here: Path) -> None:
+    """Stop before a checkpoint of an earlier run is overwritten by one of the same name."""
+    theirs, ours = read_manifest(there), read_manifest(here)
+    if theirs and ours and theirs["files"] != ours["files"]:
+        raise LauncherError(
+            f"`{here}` is of another run and differs from what cluster `{cluster}` has",
+            hint="Choose another place with `--to`, or move that one away; nothing was changed",
+        )
+
+
+def _read(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""
+
+
+def _quiet(arrived: int, share: float) -> None:
+    """Of what takes no time nobody is told."""
 
 
 def metrics(directory: Path) -> list[Path]:

@@ -120,7 +120,8 @@ def run(
 
     It runs in the synced workdir with its environment active, and finds the server in
     ART_BASE_URL and OPENAI_BASE_URL. With --managed both get a cluster of their own; when that one
-    is lost SkyPilot brings up another, where they go on from the last checkpoint.
+    is lost SkyPilot brings up another, where they go on from the last checkpoint; --wait then
+    exits with 0 or 1.
 
     \b
     Example:

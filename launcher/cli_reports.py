@@ -89,7 +89,7 @@ def logs(
             target.managed().logs(run_id, follow=follow, tail=tail)
         return
     if bundle is not None:
-        for name in target.cluster.bundle(bundle):
+        for name in target.cluster.bundle(bundle, env_file=target.env_file):
             note(name)
         note(f"Packed into `{bundle}`; look through it before you send it")
         return

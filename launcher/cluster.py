@@ -12,7 +12,7 @@ from launcher import bundle, checkpoints
 from launcher.checkpoints import PulledCheckpoint
 from launcher.early import Early
 from launcher.endpoints import Endpoints, is_healthy
-from launcher.errors import ClusterNotFound, LauncherError, ProviderError, RemoteError, RunNotFound
+from launcher.errors import ClusterNotFound, LauncherError, ProviderError, RunNotFound
 from launcher.files import select
 from launcher.provider import (
     SERVER,
@@ -29,8 +29,8 @@ from launcher.provider import (
 )
 from launcher.settings import Settings, read
 from launcher.showing import Showing
-from launcher.state import launching
-from launcher.task import Task
+from launcher.state import launching, remember_secrets, secret_names
+from launcher.task import Task, secret_values
 
 # Logs of the server's processes, by what one may call them.
 _PROCESSES = {"engine": "engine", "vllm": "engine", "learner": "learner"}
@@ -88,6 +88,7 @@ class Cluster:
         with launching(self.name), Early(self.tunnel) as tunnel:
             server = self._server()
             if server is None:
+                remember_secrets(self.name, task.secrets)
                 # An ssh takes seconds to open, and so does what is left to do of a launch.
                 server = self.provider.launch(self.name, task, arguments, reachable=tunnel.begin)
                 if server is None:
@@ -152,12 +153,15 @@ class Cluster:
             raise self._no_run(run_id)
         self.provider.logs(self.name, run_id, follow=follow, tail=tail, out=out)
 
-    def bundle(self, to: Path) -> list[str]:
+    def bundle(self, to: Path, *, env_file: Path | None = None) -> list[str]:
         """Pack every log, the metrics and the pictures of packed rows into `to`, secrets blacked.
 
+        Ours, and those of the cluster's tasks that the environment or `env_file` still give.
         Returns the names of the packed files.
         """
-        return bundle.pack(self.provider, self.name, to, list(self.settings.secrets().values()))
+        own = secret_values(secret_names(self.name), self.settings, env_file)
+        secrets = {**self.settings.secrets(), **own}
+        return bundle.pack(self.provider, self.name, to, list(secrets.values()))
 
     def pull(
         self, to: Path, *, progress: Progress = lambda arrived, share: None
@@ -207,12 +211,13 @@ class Cluster:
         """
         status = self.status()
         pulled: list[PulledCheckpoint] = []
+        # What is half made was never up, so nothing can be there.
         if pull_to is not None and status is not None and status.status != "init":
             try:
                 pulled = self.pull(pull_to, progress=progress)
-            except RemoteError as error:
+            except LauncherError as error:
                 lose = f"or lose what is there with `launcher down -c {self.name} --discard`"
-                raise RemoteError(error.message, hint=f"{error.hint}; {lose}") from error
+                raise type(error)(error.message, hint=f"{error.hint}; {lose}") from error
         spent = None
         if status is not None:
             with contextlib.suppress(LauncherError):  # no bill keeps a cluster up

@@ -21,16 +21,29 @@ def select(workdir: Path) -> list[str]:
     """
     if not workdir.is_dir():
         raise TaskError(f"There is no workdir `{workdir}`", hint="Run from the project's root")
-    rules = [f"--exclude={pattern}" for pattern in _NEVER]
+    return _not_ignored(workdir, *(f"--exclude={pattern}" for pattern in _NEVER))
+
+
+def refuse_open_secrets(workdir: Path) -> None:
+    """Stop before SkyPilot, which knows the ignore files only, sends `.env` along."""
+    if (workdir / ".env").is_file() and _not_ignored(workdir, "--", ".env"):
+        which = SKYIGNORE if (workdir / SKYIGNORE).is_file() else ".gitignore"
+        raise TaskError(
+            f"`{workdir / '.env'}` would go to the cluster, with every secret in it",
+            hint=f"Add a line `.env` to `{workdir / which}`",
+        )
+
+
+def _not_ignored(workdir: Path, *arguments: str) -> list[str]:
     skyignore = workdir.resolve() / SKYIGNORE
-    rules += [f"--exclude-from={skyignore}"] if skyignore.is_file() else ["--exclude-standard"]
+    rules = f"--exclude-from={skyignore}" if skyignore.is_file() else "--exclude-standard"
     with tempfile.TemporaryDirectory() as empty:
         # An empty repository over the tree: every file that is not ignored is untracked in it.
         try:
             subprocess.run(["git", "init", "--quiet", "--bare", empty], check=True)
         except (OSError, subprocess.CalledProcessError) as exc:
             raise ProviderError("git does not run here", hint="Install git") from exc
-        return sorted(_listed(workdir, empty, rules))
+        return sorted(_listed(workdir, empty, [rules, *arguments]))
 
 
 def _listed(tree: Path, git_dir: str, rules: Sequence[str]) -> Iterator[str]:

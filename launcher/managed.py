@@ -9,10 +9,12 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from launcher.endpoints import Endpoints
-from launcher.errors import LauncherError, ProviderError
+from launcher.errors import LauncherError, ProviderError, TaskError
+from launcher.files import refuse_open_secrets
 from launcher.provider import STATE_DIR, WORKDIR, Run, RunStatus
 from launcher.settings import Settings
 from launcher.sky_door import reading, sky, translated
@@ -26,7 +28,9 @@ _STATUS = {
     "SUCCEEDED": RunStatus.SUCCEEDED,
     "CANCELLED": RunStatus.CANCELLED,
 }
+# In parentheses: SkyPilot adds to the end what waits for uploads to a bucket, and keeps the code.
 _SCRIPT = """\
+(
 mkdir -p ~/{workdir} && cd ~/{workdir} || exit 1
 {state}
 [ ! -f .venv/bin/activate ] || . .venv/bin/activate
@@ -52,12 +56,15 @@ if kill -0 $command 2>/dev/null; then
   exit 1
 fi
 exit $code
+)
 """
 
 
 def start(task: Task, command: str, settings: Settings, *, state_dir: str | None) -> str:
     """Start `command` beside the task's server on a cluster of its own; returns the run's id."""
     config = _config(task, command, settings, state_dir)
+    if workdir := config.get("workdir"):
+        refuse_open_secrets(Path(workdir))
     skypilot = sky()
     with translated(task.name):
         job = skypilot.Task.from_yaml_config(
@@ -143,6 +150,11 @@ def _status(status: Any) -> RunStatus:
 
 def _config(task: Task, command: str, settings: Settings, state_dir: str | None) -> dict[str, Any]:
     config = dict(task.config)
+    if (nodes := config.get("num_nodes") or 1) > 1:
+        raise TaskError(
+            f"`{task.path}` asks for {nodes} machines, and a managed run has one",
+            hint="Use `sky/art.yaml` or `sky/art-multi-gpu.yaml`, or leave `--managed` out",
+        )
     mounts = dict(config.get("file_mounts") or {})
     state = ""
     if state_dir is not None:

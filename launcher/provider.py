@@ -64,7 +64,7 @@ class ClusterInfo:
 
     name: str
     status: str
-    """`up`, `init` (half-made) or `stopped`."""
+    """`up`, `init` (half made), `unhealthy` (it was up, and may still be) or `stopped`."""
     where: str
     """The cloud or Slurm cluster with its resources, or the sandbox directory."""
 

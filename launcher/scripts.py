@@ -41,7 +41,9 @@ def server(
 def run(command: str) -> str:
     """`command`, ended with the lease as the server is: a cluster with a run on it stays up.
 
-    SkyPilot tells whether a job failed, not with which code, so that is noted.
+    SkyPilot tells whether a job failed, not with which code, so that is noted. With `exit`, unlike
+    the server: what SkyPilot adds to the end waits until no file of a bucket is open any more, and
+    the server beside the run has its logs open.
     """
     return (
         f"ends=$(cat ~/{LEASE_ENDS} 2>/dev/null || echo 0)\n"

@@ -4,16 +4,19 @@ import contextlib
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from launcher import scripts, sky_launch, sky_runs
 from launcher.errors import ClusterNotFound, LauncherError
-from launcher.files import forgotten, remember
+from launcher.files import forgotten, refuse_open_secrets, remember
 from launcher.provider import WORKDIR, Check, ClusterInfo, Cost, Progress, Run, Sent
 from launcher.remote import Remote
 from launcher.sky_door import ANY, forget_alias, sky, translated, write_alias
 from launcher.state import sent_record
 from launcher.task import Task
+
+_UPLOADS_S = 1800
+"""Seconds after which no upload to a bucket keeps a cluster up."""
 
 
 class SkyProvider:
@@ -27,6 +30,8 @@ class SkyProvider:
         *,
         reachable: Callable[[], None] = lambda: None,
     ) -> Run | None:
+        if workdir := task.config.get("workdir"):
+            refuse_open_secrets(Path(workdir))
         return sky_launch.launch(name, task, arguments, reachable=reachable, cost=self.cost)
 
     def clusters(self) -> list[ClusterInfo]:
@@ -37,7 +42,7 @@ class SkyProvider:
         return [
             ClusterInfo(
                 record["name"],
-                record["status"].value.lower(),
+                _status(record),
                 f"{record['cloud']} {record['region'] or ''} {record['resources_str']}",
             )
             for record in records
@@ -136,6 +141,20 @@ class SkyProvider:
     def down(self, name: str) -> None:
         skypilot = sky()
         with contextlib.suppress(ClusterNotFound), translated(name):
-            skypilot.get(skypilot.down(name))
+            records = skypilot.get(skypilot.status([name]))
+            # To end what runs and to look for uploads takes seconds, and mostly there are none.
+            graceful = any(_has_uploads(record) for record in records)
+            skypilot.get(skypilot.down(name, graceful=graceful, graceful_timeout=_UPLOADS_S))
         forget_alias(name)
         sent_record(name).unlink(missing_ok=True)
+
+
+def _status(record: Mapping[str, Any]) -> str:
+    """SkyPilot calls a cluster INIT before it is up, and again when a look finds it unhealthy."""
+    status = str(record["status"].value).lower()
+    return "unhealthy" if status == "init" and record["cluster_ever_up"] else status
+
+
+def _has_uploads(record: Mapping[str, Any]) -> bool:
+    mounts = record["last_creation_yaml"] or ""
+    return bool(record["cluster_ever_up"]) and "MOUNT_CACHED" in mounts

@@ -1,8 +1,8 @@
-"""What this machine remembers of a cluster: what was sent to it, and that it is being launched."""
+"""What this machine remembers of a cluster: what went there, and that it is being launched."""
 
 import contextlib
 import fcntl
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from launcher.errors import ProviderError
@@ -14,6 +14,23 @@ def home() -> Path:
 
 def sent_record(cluster: str) -> Path:
     return home() / "sent" / f"{cluster}.json"
+
+
+def secret_names(cluster: str) -> list[str]:
+    """Names of the secrets that tasks of `cluster` were given; no value is kept."""
+    path = _secret_names(cluster)
+    return path.read_text().split() if path.is_file() else []
+
+
+def remember_secrets(cluster: str, names: Iterable[str]) -> None:
+    path = _secret_names(cluster)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = sorted({*secret_names(cluster), *names})
+    path.write_text("".join(f"{name}\n" for name in known))
+
+
+def _secret_names(cluster: str) -> Path:
+    return home() / "secrets" / cluster
 
 
 @contextlib.contextmanager

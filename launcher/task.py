@@ -3,7 +3,7 @@
 import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_urlsafe
@@ -109,6 +109,14 @@ def _check(path: Path, config: Mapping[str, Any], lines: Mapping[Location, int])
         raise TaskError(f"`{path}` has {count}: " + "; ".join(faults))
 
 
+def secret_values(
+    names: Iterable[str], settings: Settings, env_file: Path | None = None
+) -> dict[str, str]:
+    """Of the secrets `names` those that the settings, the environment or `.env` give."""
+    known = {**read_env_file(env_file), **os.environ, **settings.secrets()}
+    return {name: known[name] for name in names if known.get(name)}
+
+
 def _secrets(
     path: Path, config: Mapping[str, Any], settings: Settings, env_file: Path | None
 ) -> dict[str, str]:
@@ -121,11 +129,10 @@ def _secrets(
             f"`{path}` holds the value of the secret `{written[0]}`",
             hint=f"Write `{written[0]}: null` there, and the value into `.env`",
         )
-    known = {**read_env_file(env_file), **os.environ, **settings.secrets()}
-    absent = [name for name in declared if not known.get(name) and name not in OPTIONAL_SECRETS]
-    if absent:
+    known = secret_values(declared, settings, env_file)
+    if absent := [name for name in declared if name not in {*known, *OPTIONAL_SECRETS}]:
         raise TaskError(
             f"`{path}` needs the secret `{absent[0]}`",
             hint=f"Set `{absent[0]}` in `.env` or in the environment",
         )
-    return {name: known[name] for name in declared if known.get(name)}
+    return known

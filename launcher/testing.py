@@ -1,8 +1,11 @@
 """A provider that only remembers, for tests of what is built on one."""
 
 import contextlib
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TextIO
 
@@ -29,6 +32,8 @@ class FakeProvider:
     code: int = 0
     checkpoints: dict[str, bytes] = field(default_factory=dict)
     """Content of the LoRA by the path of its checkpoint, `demo/models/m/checkpoints/0001`."""
+    damaged: set[str] = field(default_factory=set)
+    """Those of `checkpoints` whose LoRA does not match its manifest."""
     port: int = 0
     """Local port of whatever is tunnelled to."""
     launched: list[tuple[str, Task, list[str]]] = field(default_factory=list)
@@ -123,13 +128,28 @@ class FakeProvider:
         self.runs(name)
         if self.breaks:
             raise self.breaks.pop()
-        for place, content in self.checkpoints.items():
-            path = to / place / "adapter_model.safetensors"
-            if checksum or not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(content)
-                write_manifest(path.parent, {"step": int(path.parent.name)})
+        with tempfile.TemporaryDirectory() as directory:
+            there = Path(directory)
+            self._make(there, source)
+            for path in (path for path in there.rglob("*") if path.is_file()):
+                name = str(path.relative_to(there))
+                wanted = any(fnmatch(name, pattern) for pattern in patterns)
+                if wanted and (checksum or not (to / name).exists()):
+                    (to / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(path, to / name)
         progress(1, 1.0)
+
+    def _make(self, there: Path, source: str) -> None:
+        """What is below `source` of a cluster, as files."""
+        for place, content in self.checkpoints.items():
+            (there / place).mkdir(parents=True)
+            (there / place / "adapter_model.safetensors").write_bytes(content)
+            write_manifest(there / place, {"step": int(Path(place).name)})
+            if place in self.damaged:
+                (there / place / "adapter_model.safetensors").write_bytes(b"cut")
+        for path, text in self.files.items():
+            if Path(path).is_relative_to(source):
+                (there / Path(path).relative_to(source)).write_text(text)
 
     @contextlib.contextmanager
     def tunnel(self, name: str, ports: Mapping[int, int]) -> Iterator[Mapping[int, int]]:

@@ -43,7 +43,7 @@ def quiet(arrived: int, share: float) -> None:
 def test_a_pull_goes_on_after_the_connection_was_lost(
     remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = tmp_path / "there" / STATE_DIR / "p/models/m"
+    there = tmp_path / "there" / STATE_DIR / "p/models/m[1]"  # a name, not a pattern
     step = there / "checkpoints" / "0001"
     step.mkdir(parents=True)
     (there / "history.jsonl").write_text("{}\n")
@@ -56,7 +56,7 @@ def test_a_pull_goes_on_after_the_connection_was_lost(
     with pytest.raises(RemoteError, match="broke off") as error:
         pull(SkyProvider(), "art", home, quiet)
     assert error.value.hint == "Run the command again; it goes on where it stopped"
-    half = home / "p/models/m/checkpoints/0001/weights"
+    half = home / "p/models/m[1]/checkpoints/0001/weights"
     assert 0 < half.stat().st_size < SIZE
     # The rest is less than what cuts the connection again only if the first half is kept.
     monkeypatch.setenv("FAKE_SSH_CUT", str(SIZE * 3 // 4))
@@ -64,10 +64,10 @@ def test_a_pull_goes_on_after_the_connection_was_lost(
     (pulled,) = pull(SkyProvider(), "art", home, lambda arrived, share: shares.append(share))
     assert (pulled.step, pulled.new) == (1, True)
     assert half.read_bytes() == (step / "weights").read_bytes()
-    assert (home / "p/models/m/history.jsonl").read_text() == "{}\n"
+    assert (home / "p/models/m[1]/history.jsonl").read_text() == "{}\n"
     assert not list(home.rglob(".0002*"))
     assert shares == sorted(shares) and shares[-1] > 0.9
-    assert (there.parents[2] / "pulled").read_text() == "p/m/0001\n"
+    assert (there.parents[2] / "pulled").read_text() == "p/m[1]/0001\n"
 
 
 def test_a_cluster_that_made_nothing_yet_is_no_error(remote: Remote, tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import yaml
 
-from launcher import sky_launch, sky_runs
+from launcher import managed, sky_launch, sky_runs
+from launcher.errors import TaskError
 from launcher.lease import Lease
 from launcher.provider import Cost, Run, RunStatus
 from launcher.settings import Settings
+from launcher.sky_provider import SkyProvider
 from launcher.task import Task
 
 # SkyPilot warns about its own dependencies on import.
@@ -157,3 +159,14 @@ def test_a_launch_under_way_that_fails_is_made_again(
     monkeypatch.setattr(skypilot, "stream_and_get", fail)
     monkeypatch.setattr(skypilot, "queue", lambda name: [])
     assert launch(skypilot, tmp_path, monkeypatch) == Run("7", "task", RunStatus.PENDING)
+
+
+def test_nothing_is_launched_that_would_send_the_env_file_along(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("HF_TOKEN=hf_x\n")
+    (tmp_path / ".skyignore").write_text("data\n")
+    (tmp_path / "task.yaml").write_text(f"workdir: {tmp_path}\nrun: echo\n")
+    task = Task.load(tmp_path / "task.yaml", Settings(bucket="s3://mine"))
+    with pytest.raises(TaskError, match="would go to the cluster"):
+        SkyProvider().launch("art", task, [])
+    with pytest.raises(TaskError, match="would go to the cluster"):
+        managed.start(task, "true", Settings(), state_dir=None)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -137,3 +138,29 @@ def test_what_is_not_about_one_cluster_names_none() -> None:
     with pytest.raises(LauncherError) as error, translated(ANY):
         raise RuntimeError("no catalog")
     assert error.value.message == "SkyPilot failed: no catalog"
+
+
+@pytest.mark.parametrize(
+    ("status", "ever_up", "ours"),
+    [("UP", True, "up"), ("INIT", False, "init"), ("INIT", True, "unhealthy")],
+)
+def test_a_cluster_that_was_up_is_not_taken_for_a_half_made_one(
+    monkeypatch: pytest.MonkeyPatch, status: str, ever_up: bool, ours: str
+) -> None:
+    from sky.schemas.api.responses import StatusResponse
+
+    from launcher import sky_provider
+
+    known = dict.fromkeys(("cluster_hash", "user_hash", "user_name", "workspace"), "x")
+    numbers = {"launched_at": 0, "autostop": 5, "to_down": True, "is_managed": False, "nodes": 1}
+    record = StatusResponse(
+        name="art", status=status, cluster_ever_up=ever_up, **known, **numbers, cloud="Slurm"
+    )
+    fake = SimpleNamespace(
+        get=lambda request: request,
+        status=lambda refresh: [record],
+        StatusRefreshMode=SimpleNamespace(AUTO="auto"),
+    )
+    monkeypatch.setattr(sky_provider, "sky", lambda: fake)
+    (cluster,) = sky_provider.SkyProvider().clusters()
+    assert cluster.status == ours

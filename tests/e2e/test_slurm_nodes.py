@@ -153,7 +153,8 @@ def test_two_machines_sample_and_train_as_one_and_a_killed_one_loses_no_request(
     # A check whose engine or learner was killed is left out.
     differences = [row.get("canary/logprob_difference") for row in rows]
     assert max(found for found in differences if found is not None) < 1e-3
-    laptop.run(f"{LAUNCHER} down --yes")
+    # `checkpoints` has those of another module, of the same names.
+    laptop.run(f"{LAUNCHER} down --yes --to of-two-machines")
     until(lambda: not jobs("art-"), lambda: str(jobs("")))
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import TaskError
-from launcher.files import copy_if_new, forgotten, remember, select
+from launcher.files import copy_if_new, forgotten, refuse_open_secrets, remember, select
 
 
 @pytest.fixture
@@ -25,6 +25,22 @@ def test_gitignore_holds_and_secrets_never_go(tree: Path) -> None:
 def test_skyignore_takes_the_place_of_gitignore_as_with_sky_launch(tree: Path) -> None:
     (tree / ".skyignore").write_text("data\n")
     assert select(tree) == [".gitignore", ".skyignore", "a.py", "b.log", "sub/inner.py"]
+
+
+@pytest.mark.parametrize(("file", "refused"), [(".gitignore", "*.log\n"), (".skyignore", "data\n")])
+def test_an_env_file_that_skypilot_would_send_is_refused(
+    tree: Path, file: str, refused: str
+) -> None:
+    (tree / ".gitignore").write_text(".env\n" * (file == ".skyignore"))
+    (tree / file).write_text(refused)
+    with pytest.raises(TaskError, match="would go to the cluster") as error:
+        refuse_open_secrets(tree)
+    assert error.value.hint == f"Add a line `.env` to `{tree / file}`"
+    (tree / file).write_text(f"{refused}.env\n")
+    refuse_open_secrets(tree)
+    (tree / file).unlink()
+    (tree / ".env").unlink()
+    refuse_open_secrets(tree)
 
 
 def test_a_workdir_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from click.testing import CliRunner, Result
 
 from kit.cli import show_error
 from kit.errors import KitError
+from kit.manifest import write_manifest
 from launcher.cli import cli
 from launcher.errors import RemoteError
 from launcher.provider import Cost, Provider
@@ -19,6 +20,7 @@ from launcher.testing import FakeProvider
 
 TASK = "name: demo\nenvs: {BASE_MODEL: tiny-random}\nsecrets: {HF_TOKEN: null}\nrun: serve\n"
 CHECKPOINT = "demo/models/m/checkpoints/0001"
+NOTE = "sky_workdir/.art/pulled"
 Invoke = Callable[..., Result]
 
 
@@ -157,13 +159,50 @@ def test_pull_fetches_a_damaged_file_again(invoke: Invoke, provider: FakeProvide
 def test_down_stops_at_a_damaged_checkpoint_and_names_the_file(
     invoke: Invoke, provider: FakeProvider
 ) -> None:
-    damaged = Path("checkpoints/other/models/m/checkpoints/0001")
-    damaged.mkdir(parents=True)
+    provider.checkpoints[CHECKPOINT] = b"lora"
+    provider.damaged.add(CHECKPOINT)
     result = invoke("down", "--yes", provider=provider)
     assert result.exit_code == 1
-    assert str(damaged) in result.stderr
-    assert provider.ended == []
+    assert f"`checkpoints/{CHECKPOINT}/adapter_model.safetensors` does not match" in result.stderr
+    assert "or lose what is there with `launcher down -c art --discard`" in result.stderr
+    assert provider.ended == [] and provider.files == {}
     assert invoke("down", "--yes", "--discard", provider=provider).exit_code == 0
+
+
+def test_what_other_clusters_left_here_neither_stops_a_pull_nor_counts_as_pulled(
+    invoke: Invoke, provider: FakeProvider
+) -> None:
+    half = Path("checkpoints/other/models/m/checkpoints/0001")
+    half.mkdir(parents=True)
+    older = Path("checkpoints", CHECKPOINT).with_name("0002")
+    older.mkdir(parents=True)
+    (older / "adapter_model.safetensors").write_bytes(b"older")
+    write_manifest(older, {"step": 2})
+    provider.checkpoints[CHECKPOINT] = b"lora"
+    (pulled,) = json.loads(invoke("pull", "--json", provider=provider).stdout)
+    assert (pulled["step"], pulled["new"]) == (1, True)
+    assert provider.files == {NOTE: "demo/m/0001\n"}
+    assert invoke("down", "--yes", provider=provider).exit_code == 0
+
+
+def test_a_checkpoint_of_an_earlier_run_is_not_overwritten(
+    invoke: Invoke, provider: FakeProvider
+) -> None:
+    older = Path("checkpoints", CHECKPOINT)
+    older.mkdir(parents=True)
+    (older / "adapter_model.safetensors").write_bytes(b"older")
+    write_manifest(older, {"step": 1})
+    provider.checkpoints = {CHECKPOINT: b"lora", CHECKPOINT.replace("0001", "0002"): b"next"}
+    for verb in (["pull"], ["down", "--yes"]):
+        result = invoke(*verb, provider=provider)
+        assert result.exit_code == 1
+        assert f"error: `{older}` is of another run and differs from what" in result.stderr
+        assert "hint: Choose another place with `--to`" in result.stderr
+    assert "--discard" in result.stderr
+    assert (older / "adapter_model.safetensors").read_bytes() == b"older"
+    assert [path.name for path in older.parent.iterdir()] == ["0001"]
+    assert (provider.files, provider.ended) == ({}, [])
+    assert invoke("down", "--yes", "--to", "elsewhere", provider=provider).exit_code == 0
 
 
 def test_down_pulls_first_and_is_safe_to_repeat(invoke: Invoke, provider: FakeProvider) -> None:
@@ -244,9 +283,11 @@ def test_down_of_a_half_made_cluster_pulls_nothing(invoke: Invoke, provider: Fak
     assert provider.ended == ["art"]
 
 
+@pytest.mark.parametrize("status", ["up", "unhealthy", "stopped"])
 def test_down_keeps_a_cluster_whose_checkpoints_it_cannot_reach(
-    invoke: Invoke, provider: FakeProvider
+    invoke: Invoke, provider: FakeProvider, status: str
 ) -> None:
+    provider.status = status
     provider.breaks = [RemoteError("The transfer broke off", hint="Run it again")]
     result = invoke("down", "--yes", provider=provider)
     assert (result.exit_code, provider.ended) == (1, [])
@@ -271,7 +312,31 @@ def test_a_full_disk_is_one_sentence_and_the_next_pull_mends_it(
 def test_a_pull_notes_on_the_cluster_what_is_safe(invoke: Invoke, provider: FakeProvider) -> None:
     provider.checkpoints[CHECKPOINT] = b"lora"
     invoke("pull", provider=provider)
-    assert provider.files == {"sky_workdir/.art/pulled": "demo/m/0001\n"}
+    assert provider.files == {NOTE: "demo/m/0001\n"}
+
+
+def test_a_pull_notes_what_one_that_was_interrupted_brought(
+    invoke: Invoke, provider: FakeProvider
+) -> None:
+    provider.checkpoints[CHECKPOINT] = b"lora"
+    invoke("pull", provider=provider)
+    provider.files.clear()  # as if it had ended between the transfer and the note
+    assert "0 new of 1 checkpoints" in invoke("pull", provider=provider).stderr
+    assert provider.files == {NOTE: "demo/m/0001\n"}
+
+
+def test_what_the_server_deletes_during_a_pull_is_not_missed(
+    invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider.checkpoints = {CHECKPOINT: b"old", CHECKPOINT.replace("0001", "0002"): b"lora"}
+
+    def fetch(*arguments: Any, **options: Any) -> None:
+        FakeProvider.fetch(provider, *arguments, **options)
+        provider.checkpoints.pop(CHECKPOINT, None)
+
+    monkeypatch.setattr(provider, "fetch", fetch)
+    assert "1 new of 1 checkpoints" in invoke("pull", provider=provider).stderr
+    assert provider.files == {NOTE: "demo/m/0002\n"}
 
 
 def test_watch_pulls_until_the_newest_run_is_over(invoke: Invoke, provider: FakeProvider) -> None:
@@ -301,6 +366,21 @@ def test_a_bundle_blacks_secrets_out(
         file = archive.extractfile(name)
         assert file is not None and file.read() == b"[secret] of 1\n"
     assert name == "art/run-1-demo-running.log"
+
+
+def test_a_bundle_blacks_out_the_secrets_that_only_the_task_declares(
+    invoke: Invoke, healthy_port: int
+) -> None:
+    Path("task.yaml").write_text("run: serve\nsecrets: {SEARCH_KEY: null, LONGER: null}\n")
+    Path("of-this.env").write_text("SEARCH_KEY=put\nLONGER=output\nOTHER=of\n")
+    given, provider = ["--env-file", "of-this.env"], FakeProvider(port=healthy_port)
+    assert invoke("up", "task.yaml", *given, provider=provider).exit_code == 0
+    assert invoke("logs", "--bundle", "b.tar.gz", *given, provider=provider).exit_code == 0
+    with tarfile.open("b.tar.gz") as archive:
+        file = archive.extractfile(archive.getnames()[0])
+        assert file is not None and file.read() == b"[secret] of 1\n"
+    kept = [path for path in Path.home().rglob("*") if path.is_file()]
+    assert not [path for path in kept if b"output" in path.read_bytes()]
 
 
 def test_doctor_finds_a_misspelt_variable_and_an_open_env_file(

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from launcher import managed
 from launcher.cli import cli
-from launcher.errors import LauncherError
+from launcher.errors import LauncherError, TaskError
 from launcher.managed import _config
 from launcher.settings import Settings
 from launcher.task import Task
@@ -71,6 +71,13 @@ def test_a_state_that_would_be_lost_is_refused(
     task = Task.load(tmp_path / "task.yaml", Settings())
     with pytest.raises(LauncherError, match=message):
         _config(task, "true", Settings(), state_dir)
+
+
+def test_a_task_of_several_machines_is_refused_before_anything_is_rented() -> None:
+    given = Settings(bucket="s3://mine")
+    task = Task.load(Path(__file__).parents[2] / "sky/art-multi-node.yaml", given)
+    with pytest.raises(TaskError, match=r"asks for 2 machines, and a managed run has one"):
+        managed.start(task, "true", given, state_dir=None)
 
 
 def test_a_bucket_keeps_the_state_and_skypilot_ends_the_cluster() -> None:

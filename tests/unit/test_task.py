@@ -22,6 +22,7 @@ def test_every_task_of_ours_can_be_used(path: Path) -> None:
     task = Task.load(path, Settings())
     assert task.config["resources"]["autostop"]["down"] is True
     assert task.envs["ART_PORT"] == "7999"
+    assert "${WANDB_API_KEY:+wandb}" in task.config["setup"]
     # The machines of a cluster know each other by a key that need not be given.
     assert set(task.secrets) == ({"ART_API_KEY"} if "num_nodes" in task.config else set())
 

@@ -1,0 +1,105 @@
+"""Nothing that was written to a bucket goes with its cluster: SkyPilot's wait for it is reached."""
+
+import inspect
+import os
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from launcher import managed, scripts, sky_provider
+from launcher.settings import Settings
+from launcher.task import Task
+from tests.serving import free_port
+
+ROOT = Path(__file__).parents[2]
+# SkyPilot warns about its own dependencies on import.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A cluster's home; its `findmnt`, with which SkyPilot begins to wait, leaves `waited`."""
+    for name, script in {
+        "bin/findmnt": "touch ~/waited",
+        "bin/getent": f"echo me:x:1:1::{tmp_path}:/bin/bash",  # the account's home is this one
+        "sky_workdir/.venv/bin/trainer": "echo once >>~/trained\n"
+        'if [ "$1" = engine ] && [ "$(wc -l <~/trained)" = 1 ]; then kill -KILL $$; fi\nexit 5',
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/bash\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+def run(script: str, home: Path, **envs: str) -> int:
+    """The code of a job whose script SkyPilot has completed."""
+    from sky.backends.task_codegen import TaskCodeGen
+
+    path = f"{home / 'bin'}:{os.environ['PATH']}"
+    job = {"SKYPILOT_NODE_IPS": "127.0.0.1", "SKYPILOT_NUM_NODES": "2"}
+    whole = TaskCodeGen.build_task_bash_script(script)
+    done = subprocess.run(
+        ["bash", "-c", whole], cwd=home, env={"HOME": str(home), "PATH": path, **job, **envs}
+    )
+    return done.returncode
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("path", sorted((ROOT / "sky").glob("*.yaml")), ids=lambda path: path.name)
+def test_a_server_that_ends_waits_for_its_uploads(home: Path, path: Path, rank: str) -> None:
+    task = Task.load(path, Settings())
+    script = scripts.server(task.config["run"], None, task.envs, hours_include_setup=False)
+    assert run(script, home, SKYPILOT_NODE_RANK=rank, **task.envs) == 5
+    assert (home / "waited").exists()
+    # A further machine whose part was killed takes it up again.
+    again = path.stem == "art-multi-node" and rank == "1"
+    assert (home / "trained").read_text().count("once") == (2 if again else 1)
+
+
+@pytest.mark.parametrize(
+    ("server", "command", "code"),
+    [("", "exit 3", 3), ("timeout 3 ", "sleep 600", 1)],  # the second ends before its command
+)
+def test_a_managed_run_waits_for_its_uploads(
+    home: Path, server: str, command: str, code: int
+) -> None:
+    given = Settings(port=free_port(), openai_port=free_port())
+    ports = f"{given.port}, {given.openai_port}"
+    listen = f"import socket, time; s = [socket.create_server(('127.0.0.1', p)) for p in ({ports})]"
+    (home / "task.yaml").write_text(f'run: |\n  {server}python3 -c "{listen}; time.sleep(600)"\n')
+    task = Task.load(home / "task.yaml", given)
+    config = managed._config(task, command, given, str(home / "state"))
+    assert run(config["run"], home) == code
+    assert (home / "waited").exists()
+
+
+def test_a_run_beside_the_server_does_not_wait_for_what_the_server_has_open(home: Path) -> None:
+    assert run(scripts.run("exit 7"), home, SKYPILOT_INTERNAL_JOB_ID="4") == 7
+    assert not (home / "waited").exists()
+
+
+@pytest.mark.parametrize(
+    ("bucket", "ever_up", "graceful"),
+    [("s3://mine", True, True), ("s3://mine", False, False), (None, True, False)],
+)
+def test_down_waits_for_uploads_where_there_can_be_some(
+    monkeypatch: pytest.MonkeyPatch, bucket: str | None, ever_up: bool, graceful: bool
+) -> None:
+    import sky
+
+    config = dict(Task.load(ROOT / "sky/art.yaml", Settings(bucket=bucket)).config)
+    kept = str(sky.Task.from_yaml_config(config).to_yaml_config())
+    asked: list[dict[str, Any]] = []
+    real = inspect.signature(sky.down)
+    fake = SimpleNamespace(
+        get=lambda request: request,
+        status=lambda names: [{"last_creation_yaml": kept, "cluster_ever_up": ever_up}],
+        down=lambda *given, **options: asked.append(real.bind(*given, **options).arguments),
+    )
+    monkeypatch.setattr(sky_provider, "sky", lambda: fake)
+    sky_provider.SkyProvider().down("art")
+    assert [it["graceful"] for it in asked] == [graceful]
+    assert asked[0]["graceful_timeout"] > 0
