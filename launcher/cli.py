@@ -1,6 +1,7 @@
 """`launcher`: the program on the laptop. Commands parse, call and print; nothing else.
 
-Here are the verbs that act on a cluster; those that tell of one are in `cli_reports`.
+Here are the verbs that act on a cluster; those of its runs are in `cli_runs`, those
+that tell of it in `cli_reports`.
 """
 
 import contextlib
@@ -19,12 +20,12 @@ from launcher.cli_reports import (
     logs,
     ls,
     megabytes,
-    of_managed,
     progress_bar,
     pull,
     save_to,
     summarize,
 )
+from launcher.cli_runs import cancel, run
 from launcher.target import Target, on_cluster
 
 LARGE = 200_000_000
@@ -99,65 +100,6 @@ def up(
     if not target.local:
         note(f"Log in: `ssh {cluster.name}`; end it: `launcher down{where}`, `sky down` loses data")
     note(f"Next: `launcher tunnel{where}`, then train; `launcher pull{where}` brings it home")
-
-
-@cli.command(context_settings={"ignore_unknown_options": True})
-@on_cluster
-@click.option("--wait", is_flag=True, help="Show its output and exit with its code.")
-@click.option("--managed", is_flag=True, help="On a cluster of its own, replaced when it is lost.")
-@click.option("--task", type=Path, metavar="TASK", help="Managed: its server.  [sky/art.yaml]")
-@click.option("--state-dir", metavar="DIR", help="Managed: shared disk for checkpoints.")
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def run(
-    target: Target,
-    wait: bool,
-    managed: bool,
-    task: Path | None,
-    state_dir: str | None,
-    command: tuple[str, ...],
-) -> None:
-    """Start COMMAND on a cluster beside its server, and print the run's id.
-
-    It runs in the synced workdir with its environment active, and finds the server in
-    ART_BASE_URL and OPENAI_BASE_URL. With --managed both get a cluster of their own; when that one
-    is lost SkyPilot brings up another, where they go on from the last checkpoint.
-
-    \b
-    Example:
-      launcher run python train.py
-      launcher run --wait 'nvidia-smi; df -h'
-      launcher run --managed --task sky/art.yaml python train.py
-    """
-    if managed:
-        return _run_managed(target, task or Path("sky/art.yaml"), state_dir, command, wait)
-    if task or state_dir:
-        raise click.UsageError("`--task` and `--state-dir` are for `--managed`")
-    cluster = target.cluster
-    started = cluster.run(" ".join(command))
-    if wait:
-        cluster.logs(started.id, follow=True)
-        sys.exit(cluster.wait(started))
-    click.echo(started.id)
-    note(f"Next: `launcher logs {started.id}{target.options}`")
-
-
-@cli.command()
-@on_cluster
-@of_managed
-@click.argument("run_id", metavar="RUN")
-def cancel(target: Target, managed: bool, run_id: str) -> None:
-    """End a run; the server itself ends with `launcher down`.
-
-    \b
-    Example:
-      launcher cancel 3
-      launcher cancel --managed 2
-    """
-    if (target.managed() if managed else target.cluster).cancel(run_id):
-        options = " --managed" if managed else target.options
-        note(f"Run `{run_id}` is cancelled; see it with `launcher logs {run_id}{options}`")
-    else:
-        note(f"Run `{run_id}` was over already")
 
 
 @cli.command()
@@ -254,20 +196,6 @@ def down(target: Target, to: Path, discard: bool, yes: bool, as_json: bool) -> N
     note(f"Cluster `{cluster.name}` is gone" + (f"; {dollars(spent)}" if spent else ""))
 
 
-def _run_managed(
-    target: Target, path: Path, state_dir: str | None, command: tuple[str, ...], wait: bool
-) -> None:
-    from launcher.task import Task
-
-    managed, settings = target.managed(), target.cluster.settings
-    task = Task.load(path, settings, env_file=target.env_file)
-    run_id = managed.start(task, " ".join(command), settings, state_dir=state_dir)
-    click.echo(run_id)
-    note(f"Next: `launcher logs --managed {run_id}`; `ls` and `cancel` take `--managed` too")
-    if wait:
-        sys.exit(0 if managed.wait(run_id) else 1)
-
-
 def _split(arguments: tuple[str, ...], local: bool) -> tuple[Path, list[str]]:
     """The task and what is left for `sky launch`."""
     positional, options = list(arguments), list[str]()
@@ -290,7 +218,7 @@ def _assignment(text: str) -> tuple[str, str]:
     return name, value
 
 
-for _command in (ls, logs, pull, cost, doctor):
+for _command in (run, cancel, ls, logs, pull, cost, doctor):
     cli.add_command(_command)
 
 

@@ -114,6 +114,24 @@ def test_run_prints_its_id_and_knows_the_server(invoke: Invoke, provider: FakePr
     }
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("python", "train.py", "-c", "prod", "--wait"), "python train.py -c prod --wait"),
+        (("bash", "-c", "echo hi"), "bash -c 'echo hi'"),
+        (("--", "--odd", "-h"), "--odd -h"),
+        (("echo $HOME; ls",), "echo $HOME; ls"),
+        (("A=1", "env"), "A=1 env"),
+    ],
+)
+def test_run_leaves_the_options_of_the_command_alone(
+    invoke: Invoke, provider: FakeProvider, words: tuple[str, ...], line: str
+) -> None:
+    result = invoke("run", "-c", "art", *words, provider=provider)
+    assert (result.exit_code, result.stdout) == (0, "2\n")
+    assert str(provider.started[0]["command"]).endswith(f"\n{line}")
+
+
 def test_run_wait_gives_the_exit_code_of_the_command(
     invoke: Invoke, provider: FakeProvider
 ) -> None:
