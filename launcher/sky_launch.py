@@ -59,7 +59,7 @@ def launch(
             config |= {**job, "resources": resources, "run": run}
         path.write_text(yaml.safe_dump(config, sort_keys=False))
         _invoke(name, command, context)
-    if given["dryrun"] or given["async_call"]:
+    if given["dryrun"]:
         return None
     reachable()
     if workdir := task.config.get("workdir"):
