@@ -78,7 +78,7 @@ def up(
       launcher up --local --env BASE_MODEL=tiny-random
       launcher up --max-cost 20
     """
-    from launcher.lease import Lease, told
+    from launcher.lease import Lease
     from launcher.task import Task
 
     cluster = target.cluster
@@ -91,8 +91,9 @@ def up(
         envs=dict(map(_assignment, envs)),
         lease=lease,
     )
-    note(told(task.envs, task.max_cost))
-    if not cluster.up(task, rest, progress=note, log=None if target.local else sys.stderr):
+    given = [*lease.options, *(["--env"] if envs else [])]
+    log = None if target.local else sys.stderr
+    if not cluster.up(task, rest, progress=note, log=log, given=given):
         note("Nothing was launched")
         return
     where = target.options
@@ -155,8 +156,8 @@ def tunnel(target: Target, port: int | None, openai_port: int | None) -> None:
     from launcher.endpoints import wait_for_ever, wait_until_healthy
 
     cluster = target.cluster
-    settings = cluster.settings
-    with cluster.tunnel(port or settings.port, openai_port or settings.openai_port) as endpoints:
+    ports = cluster.ports
+    with cluster.tunnel(port or ports[0], openai_port or ports[1]) as endpoints:
         wait_until_healthy(endpoints, cluster.name)
         for variable, value in endpoints.exports().items():
             click.echo(f"export {variable}={value}")

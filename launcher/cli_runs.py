@@ -81,6 +81,8 @@ def _run_managed(
 
     managed, settings = target.managed(), target.cluster.settings
     task = Task.load(path, settings, env_file=target.env_file)
+    ports = dict(zip(("port", "openai_port"), task.ports, strict=True))
+    settings = settings.model_copy(update=ports)  # the task may have its own
     run_id = managed.start(task, _line(command), settings, state_dir=state_dir)
     click.echo(run_id)
     note(f"Next: `launcher logs --managed {run_id}`; `ls` and `cancel` take `--managed` too")

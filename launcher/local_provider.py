@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from launcher.errors import ClusterNotFound, LauncherError, ProviderError, RunNotFound, TaskError
+from launcher.errors import ClusterNotFound, LauncherError, ProviderError, RunNotFound
 from launcher.files import copy_if_new, forgotten, remember, same, select, size
 from launcher.local_runs import born, end, read_run, show
+from launcher.local_tasks import mount, refuse
 from launcher.provider import (
     SETUP_FAILED,
     WORKDIR,
@@ -54,7 +55,7 @@ class LocalProvider:
                 f"`{arguments[0]}` means nothing to a local cluster",
                 hint="Leave it out, or leave `--local` out",
             )
-        _refuse(task)
+        refuse(task)
         if task.max_cost is not None:
             raise LauncherError(
                 "A local cluster costs nothing, so `--max-cost` means nothing to it",
@@ -70,7 +71,7 @@ class LocalProvider:
         workdir = Path(task.config.get("workdir") or ".")
         self._sync(name, workdir, select(workdir))
         for target, source in (task.config.get("file_mounts") or {}).items():
-            _mount(Path(source).expanduser(), home, target)
+            mount(Path(source).expanduser(), home, target)
         # Setup is part of the run, as with SkyPilot: `logs` shows it and its failure ends the run.
         scripts = [task.config[part] for part in ("setup", "run") if task.config.get(part)]
         started = self._start(name, task.name, scripts, task.envs, task.secrets)
@@ -181,6 +182,9 @@ class LocalProvider:
         began = first.stat().st_mtime if first.is_file() else time.time()
         return Cost(0.0, 0.0, (time.time() - began) / 3600, None)
 
+    def ports_record(self, name: str) -> Path:
+        return self.root / name / "ports.json"
+
     def checks(self) -> list[Check]:
         return []  # this machine is all it needs
 
@@ -267,32 +271,3 @@ class LocalProvider:
     def _status(self, name: str) -> str:
         running = any(not run.status.over for run in self._runs_or_none(name))
         return "up" if running else "stopped"
-
-
-def _refuse(task: Task) -> None:
-    """Name what a task asks for and this machine cannot give."""
-    config = task.config
-    wanted = [f"`{key}`" for key in ("volumes", "config") if config.get(key)]
-    if (config.get("num_nodes") or 1) != 1:
-        wanted.append(f"{config['num_nodes']} nodes")
-    if "accelerators" in json.dumps(config.get("resources") or {}):
-        wanted.append("GPUs")
-    mounts = (config.get("file_mounts") or {}).items()
-    wanted += [f"the bucket at `{target}`" for target, source in mounts if isinstance(source, dict)]
-    if wanted:
-        raise TaskError(
-            f"`{task.path}` asks for {wanted[0]}, and a local cluster has none",
-            hint="Use `sky/art-cpu.yaml`, unset `ART_BUCKET`, or leave `--local` out",
-        )
-
-
-def _mount(source: Path, home: Path, target: str) -> None:
-    if not source.exists():
-        raise TaskError(f"There is no `{source}` to mount at `{target}`")
-    path = (home / target.removeprefix("~/")).resolve()
-    if not path.is_relative_to(home.resolve()):
-        raise TaskError(
-            f"`{target}` is outside the sandbox of a local cluster", hint="Mount it below `~/`"
-        )
-    for file in source.rglob("*") if source.is_dir() else [source]:
-        copy_if_new(file, path / file.relative_to(source) if source.is_dir() else path)

@@ -206,5 +206,8 @@ class Provider(Protocol):
     def cost(self, name: str) -> Cost:
         """What the cluster cost so far."""
 
+    def ports_record(self, name: str) -> Path:
+        """The file of this machine where the ports of a cluster are noted; gone with it."""
+
     def checks(self) -> list[Check]:
         """What this provider needs to work, and whether it is there."""

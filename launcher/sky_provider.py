@@ -12,7 +12,7 @@ from launcher.files import forgotten, remember
 from launcher.provider import WORKDIR, Check, ClusterInfo, Cost, Progress, Run, Sent
 from launcher.remote import Remote
 from launcher.sky_door import ANY, forget_alias, sky, translated, write_alias
-from launcher.state import sent_record
+from launcher.state import home, sent_record
 from launcher.task import Task
 
 
@@ -117,6 +117,9 @@ class SkyProvider:
             return float(Remote(name).run(f"cat ~/{scripts.LEASE_ENDS}"))
         return None
 
+    def ports_record(self, name: str) -> Path:
+        return home() / "ports" / f"{name}.json"
+
     def checks(self) -> list[Check]:
         from launcher.sky_checks import checks
 
@@ -138,4 +141,5 @@ class SkyProvider:
         with contextlib.suppress(ClusterNotFound), translated(name):
             skypilot.get(skypilot.down(name))
         forget_alias(name)
-        sent_record(name).unlink(missing_ok=True)
+        for record in (sent_record(name), self.ports_record(name)):
+            record.unlink(missing_ok=True)

@@ -1,7 +1,8 @@
-"""What this machine remembers of a cluster: what was sent to it, and that it is being launched."""
+"""What this machine remembers of a cluster: what was sent to it, its ports, who launches it."""
 
 import contextlib
 import fcntl
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,21 @@ def home() -> Path:
 
 def sent_record(cluster: str) -> Path:
     return home() / "sent" / f"{cluster}.json"
+
+
+def note_ports(record: Path, ports: tuple[int, int]) -> None:
+    """Note in `record` where a server listens on its cluster."""
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.write_text(json.dumps(ports))
+
+
+def noted_ports(record: Path) -> tuple[int, int] | None:
+    """What was noted there; None where the cluster was not launched from here."""
+    try:
+        port, openai_port = json.loads(record.read_text())
+    except FileNotFoundError:
+        return None
+    return int(port), int(openai_port)
 
 
 @contextlib.contextmanager

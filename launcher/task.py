@@ -9,8 +9,10 @@ from pathlib import Path
 from secrets import token_urlsafe
 from typing import Any
 
+from pydantic import ValidationError
+
 from kit.config import Location, read_yaml
-from kit.settings import read_env_file
+from kit.settings import read_env_file, variables
 from launcher.errors import TaskError
 from launcher.lease import AUTOSTOP, DEFAULTS, Lease
 from launcher.settings import OPTIONAL_SECRETS, Settings
@@ -28,6 +30,13 @@ KEYS: dict[str, type | tuple[type, ...]] = {
     "secrets": (dict, list),
     "setup": str,
     "run": str,
+}
+
+_NUMBERS = {
+    "max_hours": "a number of hours, such as 0.5; 0 is no limit",
+    "idle_minutes": "a number of minutes, such as 30; 0 is no limit",
+    "port": "a port from 1 to 65535",
+    "openai_port": "a port from 1 to 65535",
 }
 
 
@@ -58,6 +67,8 @@ class Task:
         _check(path, config, lines)
         values = {
             **DEFAULTS,
+            "ART_PORT": settings.port,
+            "ART_OPENAI_PORT": settings.openai_port,
             **(config.get("envs") or {}),
             **settings.envs(),
             **lease.envs(settings),
@@ -83,11 +94,17 @@ class Task:
             secrets.setdefault("ART_API_KEY", token_urlsafe(32))
         config["secrets"] = dict.fromkeys(secrets)
         texts = {name: str(value) for name, value in values.items()}
+        _check_numbers(path, texts)
         return cls(path, config, texts, secrets, lease.max_cost)
 
     @property
     def name(self) -> str:
         return str(self.config.get("name") or self.path.stem)
+
+    @property
+    def ports(self) -> tuple[int, int]:
+        """Where its server listens on the cluster: the control API and the OpenAI API."""
+        return int(self.envs["ART_PORT"]), int(self.envs["ART_OPENAI_PORT"])
 
 
 def _check(path: Path, config: Mapping[str, Any], lines: Mapping[Location, int]) -> None:
@@ -107,6 +124,19 @@ def _check(path: Path, config: Mapping[str, Any], lines: Mapping[Location, int])
     if faults:
         count = f"{len(faults)} fault{'s' * (len(faults) > 1)}"
         raise TaskError(f"`{path}` has {count}: " + "; ".join(faults))
+
+
+def _check_numbers(path: Path, envs: Mapping[str, str]) -> None:
+    """Those of the envs that the launcher counts with, by the bounds of its settings."""
+    names = variables(Settings)
+    for number, wanted in _NUMBERS.items():
+        try:
+            Settings.model_validate({number: envs[names[number]]})
+        except ValidationError as exc:
+            raise TaskError(
+                f"`{path}` cannot have `{envs[names[number]]}` as `{names[number]}`",
+                hint=f"Give {wanted}",
+            ) from exc
 
 
 def _secrets(

@@ -140,12 +140,16 @@ class FakeProvider:
         self.runs(name)
         return self.spent
 
+    def ports_record(self, name: str) -> Path:
+        return Path.home() / f"fake-{name}-ports.json"
+
     def checks(self) -> list[Check]:
         return [Check("fake", True, "it is there")]
 
     def down(self, name: str) -> None:
         self.ended.append(name)
         self._runs.pop(name, None)
+        self.ports_record(name).unlink(missing_ok=True)
 
 
 def _record() -> Path:

@@ -226,7 +226,7 @@ def test_local_names_what_failed_before_the_server_was_healthy(
     ports = Settings.model_validate({"port": free_port(), "openai_port": free_port()})
     cluster = Cluster("art", provider=provider, settings=ports)
     with pytest.raises(ProviderError, match=sentence) as error:
-        cluster.up(Task.load(task.path, Settings()), every=0.2, log=shown)
+        cluster.up(Task.load(task.path, ports), every=0.2, log=shown)
     assert error.value.hint and "launcher logs 1 -c art" in error.value.hint
     provider.down("art")
 

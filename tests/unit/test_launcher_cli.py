@@ -13,8 +13,11 @@ from click.testing import CliRunner, Result
 from kit.cli import show_error
 from kit.errors import KitError
 from launcher.cli import cli
+from launcher.cluster import Cluster
 from launcher.errors import RemoteError
 from launcher.provider import Cost, Provider
+from launcher.settings import Settings
+from launcher.task import Task
 from launcher.testing import FakeProvider
 
 TASK = "name: demo\nenvs: {BASE_MODEL: tiny-random}\nsecrets: {HF_TOKEN: null}\nrun: serve\n"
@@ -79,6 +82,59 @@ def test_up_waits_for_health_and_ends_with_the_next_command(
 def test_up_twice_starts_one_server(invoke: Invoke, provider: FakeProvider) -> None:
     assert invoke("up", "task.yaml", provider=provider).exit_code == 0
     assert len(provider.launched) == 1
+
+
+def test_up_repeated_keeps_what_exists_and_says_what_was_not_applied(
+    invoke: Invoke, provider: FakeProvider
+) -> None:
+    Path("other.yaml").write_text(TASK.replace("demo", "other"))
+    given = ["--env", "X=y", "--env", "Y=z", "--max-hours", "2"]
+    result = invoke("up", "other.yaml", *given, provider=provider)
+    assert (result.exit_code, len(provider.launched)) == (0, 1)
+    assert (
+        "The server of cluster `art` runs already, with its first lease; not applied, since the "
+        "cluster exists: `other.yaml`, `--max-hours`, `--env`\n"
+    ) in result.stderr
+    assert "Lease:" not in result.stderr
+    same = invoke("up", "task.yaml", provider=provider).stderr
+    assert "not applied" not in same and "with its first lease\n" in same
+    assert "`--no-lease`" in invoke("up", "task.yaml", "--no-lease", provider=provider).stderr
+
+
+def test_arguments_of_sky_launch_are_named_without_their_values(
+    provider: FakeProvider,
+) -> None:
+    told: list[str] = []
+    cluster = Cluster("art", provider=provider, settings=Settings())
+    task = Task.load(Path("task.yaml"), cluster.settings)
+    assert cluster.up(task, ["--infra", "slurm/lab", "--secret=A=b"], progress=told.append)
+    assert told[0].endswith("not applied, since the cluster exists: `--infra`, `--secret`")
+
+
+def test_the_ports_of_a_server_are_those_that_its_task_was_given(
+    invoke: Invoke, healthy_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider, ports = FakeProvider(port=healthy_port), list[dict[int, int]]()
+    open_tunnel = provider.tunnel
+    monkeypatch.setattr(
+        provider,
+        "tunnel",
+        lambda name, wanted: (ports.append(wanted), open_tunnel(name, wanted))[1],
+    )
+    Path("task.yaml").write_text(TASK.replace("tiny-random", "tiny-random, ART_OPENAI_PORT: 9000"))
+    assert invoke("up", "task.yaml", "--env", "ART_PORT=9999", provider=provider).exit_code == 0
+    assert provider.launched[0][1].envs["ART_OPENAI_PORT"] == "9000"
+    invoke("run", "true", provider=provider)
+    assert provider.started[0]["envs"] == {
+        "ART_BASE_URL": "http://127.0.0.1:9999",
+        "OPENAI_BASE_URL": "http://127.0.0.1:9000/v1",
+    }
+    assert invoke("up", "task.yaml", provider=provider).exit_code == 0  # the same server still
+    assert ports == [{9999: 0, 9000: 0}] * 2
+    invoke("down", "--yes", provider=provider)
+    monkeypatch.setenv("ART_OPENAI_PORT", "9001")  # the environment wins over the task
+    assert invoke("up", "task.yaml", provider=provider).exit_code == 0
+    assert ports[-1] == {7999: 0, 9001: 0}
 
 
 def test_up_finishes_a_half_made_cluster(invoke: Invoke, provider: FakeProvider) -> None:
