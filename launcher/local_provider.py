@@ -22,6 +22,7 @@ from launcher.files import copy_if_new, forgotten, remember, same, select, size
 from launcher.local_runs import born, end, read_run, show
 from launcher.local_tasks import mount, refuse
 from launcher.provider import (
+    RUN,
     SETUP_FAILED,
     WORKDIR,
     Check,
@@ -89,7 +90,7 @@ class LocalProvider:
     def run(
         self, name: str, command: str, envs: Mapping[str, str], secrets: Mapping[str, str]
     ) -> Run:
-        return self._start(self._existing(name).name, "run", [command], envs, secrets)
+        return self._start(self._existing(name).name, RUN, [command], envs, secrets)
 
     def runs(self, name: str) -> list[Run]:
         self._existing(name)

@@ -13,7 +13,7 @@ from launcher import scripts, sky_runs
 from launcher.errors import LauncherError, ProviderError
 from launcher.files import remember, select
 from launcher.lease import hours_within
-from launcher.provider import Cost, Run, RunStatus, live_server
+from launcher.provider import SETUP, Cost, Run, RunStatus, live_server
 from launcher.room import with_room
 from launcher.sky_door import ANY, launch_command, parse, sky, translated
 from launcher.state import sent_record
@@ -49,8 +49,10 @@ def launch(
         config = {key: value for key, value in task.config.items() if key not in ("run", "setup")}
         # SkyPilot lets no machine start before every one is set up; one script cannot.
         apart = setup is not None and nodes > 1
+        setting_up = _setting_up(name) if apart and record is not None else None
         if apart:
             config["setup"] = setup
+            context.params["name"] = SETUP  # of its job, which nobody takes for the server then
         resources = None
         if record is None and not apart and task.max_cost is None:
             resources = with_room(task.config.get("resources") or {}, given, _clouds)
@@ -58,7 +60,8 @@ def launch(
             run = scripts.server(task.config["run"], setup, envs, hours_include_setup=False)
             config |= {**job, "resources": resources, "run": run}
         path.write_text(yaml.safe_dump(config, sort_keys=False))
-        _invoke(name, command, context)
+        if setting_up is None:
+            _invoke(name, command, context)
     if given["dryrun"]:
         return None
     reachable()
@@ -67,7 +70,7 @@ def launch(
     if resources is not None:
         return _launched(name, job["name"])
     if apart:
-        _wait_for_setup(name)
+        _wait_for_setup(name, setting_up or _launched(name, SETUP))
         setup = None
     dollars = task.max_cost
     if dollars is not None:
@@ -156,11 +159,19 @@ def _hours_within(cost: Cost, max_cost: float, envs: Mapping[str, str]) -> str:
     return format(left, "g")
 
 
-def _wait_for_setup(name: str) -> None:
-    """Show the newest job, which is the setup, to its end."""
+def _setting_up(name: str) -> Run | None:
+    """The setup of a launch whose launcher did not live to start the server after it."""
+    with contextlib.suppress(LauncherError):  # not up: this launch makes it so, or says why
+        alive = [run for run in sky_runs.runs(name) if not run.status.over]
+        return next((run for run in alive if run.name == SETUP), None)
+    return None
+
+
+def _wait_for_setup(name: str, run: Run) -> None:
+    """Show the setup to its end."""
     skypilot = sky()
     with translated(name):
-        code = skypilot.tail_logs(name, None, follow=True, output_stream=sys.stderr)
+        code = skypilot.tail_logs(name, int(run.id), follow=True, output_stream=sys.stderr)
     if code:
         raise ProviderError(
             f"The setup of cluster `{name}` failed",

@@ -9,7 +9,7 @@ from typing import TextIO
 from launcher import scripts, sky_launch, sky_runs
 from launcher.errors import ClusterNotFound, LauncherError
 from launcher.files import forgotten, remember
-from launcher.provider import WORKDIR, Check, ClusterInfo, Cost, Progress, Run, Sent
+from launcher.provider import RUN, WORKDIR, Check, ClusterInfo, Cost, Progress, Run, Sent
 from launcher.remote import Remote
 from launcher.sky_door import ANY, forget_alias, sky, translated, write_alias
 from launcher.state import home, sent_record
@@ -47,7 +47,7 @@ class SkyProvider:
         self, name: str, command: str, envs: Mapping[str, str], secrets: Mapping[str, str]
     ) -> Run:
         # One CPU and no GPU: a job that wants the server's would wait for it for ever.
-        config = {"name": "run", "resources": {"cpus": 1}, "run": scripts.run(command)}
+        config = {"name": RUN, "resources": {"cpus": 1}, "run": scripts.run(command)}
         return sky_runs.start(name, config, envs, secrets)
 
     def runs(self, name: str) -> list[Run]:
