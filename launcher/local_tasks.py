@@ -12,6 +12,8 @@ def refuse(task: Task) -> None:
     """Name what a task asks for and this machine cannot give."""
     config = task.config
     wanted = [f"`{key}`" for key in ("volumes", "config") if config.get(key)]
+    if isinstance(config.get("workdir"), dict):
+        wanted.append("a `workdir` from git")
     if (config.get("num_nodes") or 1) != 1:
         wanted.append(f"{config['num_nodes']} nodes")
     if "accelerators" in json.dumps(config.get("resources") or {}):

@@ -65,7 +65,8 @@ def launch(
     if given["dryrun"]:
         return None
     reachable()
-    if workdir := task.config.get("workdir"):
+    workdir = task.config.get("workdir")
+    if isinstance(workdir, str):  # else it is a git repository, of which nothing was sent
         remember(sent_record(name), Path(workdir), select(Path(workdir)))
     if resources is not None:
         return _launched(name, job["name"])

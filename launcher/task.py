@@ -17,10 +17,10 @@ from launcher.errors import TaskError
 from launcher.lease import AUTOSTOP, DEFAULTS, Lease
 from launcher.settings import OPTIONAL_SECRETS, Settings
 
-# Of SkyPilot's keys those that `sky launch` acts on; `service` and `pool` it would ignore.
+# Of SkyPilot's keys those that `sky launch` acts on.
 KEYS: dict[str, type | tuple[type, ...]] = {
     "name": str,
-    "workdir": str,
+    "workdir": (str, dict),
     "num_nodes": int,
     "resources": dict,
     "file_mounts": dict,
@@ -30,6 +30,12 @@ KEYS: dict[str, type | tuple[type, ...]] = {
     "secrets": (dict, list),
     "setup": str,
     "run": str,
+}
+# And those that people know from elsewhere, with why they cannot be here.
+_ELSEWHERE = {
+    "experimental": "SkyPilot knows it as `config` now",
+    "service": "`sky launch` would ignore it",
+    "pool": "`sky launch` would ignore it",
 }
 
 _NUMBERS = {
@@ -111,7 +117,9 @@ def _check(path: Path, config: Mapping[str, Any], lines: Mapping[Location, int])
     faults = []
     for key, value in config.items():
         at = f"line {lines[(key,)]}: " if (key,) in lines else ""
-        if key not in KEYS:
+        if key in _ELSEWHERE:
+            faults.append(f"{at}`{key}` cannot be used: {_ELSEWHERE[key]}")
+        elif key not in KEYS:
             near = difflib.get_close_matches(str(key), KEYS, n=1)
             faults.append(
                 f"{at}`{key}` is not a key of a task"
@@ -119,11 +127,25 @@ def _check(path: Path, config: Mapping[str, Any], lines: Mapping[Location, int])
             )
         elif value is not None and not isinstance(value, KEYS[key]):
             faults.append(f"{at}`{key}` cannot be `{value!r}`")
+        elif key == "resources":
+            faults += [f"{at}{fault}" for fault in _choices(value or {})]
+        elif key == "secrets" and not all(isinstance(name, str) for name in value or ()):
+            faults.append(f"{at}`secrets` has to be `NAME: null` lines, or a list of names")
     if not config.get("run"):
         faults.append("`run` is required")
     if faults:
         count = f"{len(faults)} fault{'s' * (len(faults) > 1)}"
         raise TaskError(f"`{path}` has {count}: " + "; ".join(faults))
+
+
+def _choices(resources: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the resources that a launch may choose from."""
+    given = {key: resources.get(key) or [] for key in ("ordered", "any_of")}
+    return [
+        f"`{key}` has to be a list of resources, such as `- {{accelerators: H100:1}}`"
+        for key, choices in given.items()
+        if not (isinstance(choices, list) and all(isinstance(it, dict) for it in choices))
+    ]
 
 
 def _check_numbers(path: Path, envs: Mapping[str, str]) -> None:

@@ -251,12 +251,14 @@ def test_local_pulls_finished_checkpoints_only(local: LocalProvider, tmp_path: P
         ("num_nodes: 2", "2 nodes"),
         ("file_mounts: {~/x: {source: s3://b, mode: MOUNT_CACHED}}", "the bucket at `~/x`"),
         ("volumes: {/mnt: v}", "`volumes`"),
+        ("workdir: {url: 'https://example.com/x.git'}", "a `workdir` from git"),
     ],
 )
 def test_local_refuses_by_name_what_it_cannot_give(
     task: Task, tmp_path: Path, change: str, named: str
 ) -> None:
-    task.path.write_text(TASK.replace("resources: {cpus: 3, memory: 2}\n", "") + change)
+    rest = TASK.replace("resources: {cpus: 3, memory: 2}\n", "").replace("workdir: work\n", "")
+    task.path.write_text(rest + change)
     with pytest.raises(TaskError, match=named):
         LocalProvider(tmp_path / "c").launch("art", Task.load(task.path, Settings()), [])
     with pytest.raises(LauncherError, match="--gpus"):

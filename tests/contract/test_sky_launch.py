@@ -189,3 +189,11 @@ def test_a_setup_whose_launcher_was_killed_is_waited_for_and_the_server_follows(
     assert (len(skypilot.launched), skypilot.shown) == (1, [3])
     (executed,) = skypilot.executed
     assert "echo set up" not in executed["run"] and executed["run"].endswith("echo serve")
+
+
+def test_a_workdir_from_git_goes_to_skypilot_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skypilot, git = FakeSky("aws"), {"url": "https://example.com/x.git", "ref": "main"}
+    assert launch(skypilot, tmp_path, monkeypatch, f"{{}}\nworkdir: {git}")
+    assert skypilot.launched[0]["workdir"] == git

@@ -38,6 +38,24 @@ def test_a_wrong_key_is_named_with_its_line_and_the_right_one(write: Path) -> No
     assert "line 4: `num_nodes` cannot be `'two'`" in error.value.message
 
 
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("resources: {ordered: {accelerators: H100}}", "line 2: `ordered` has to be a list of"),
+        ("resources: {any_of: ['H100:1']}", "line 2: `any_of` has to be a list of resources"),
+        ("secrets: [{A: b}]", "line 2: `secrets` has to be `NAME: null` lines"),
+        ("secrets: {1: null}", "line 2: `secrets` has to be `NAME: null` lines"),
+        ("experimental: {config_overrides: {}}", "SkyPilot knows it as `config` now"),
+        ("service: {replicas: 2}", "`sky launch` would ignore it"),
+    ],
+)
+def test_a_typo_is_one_sentence_and_a_hint(write: Path, line: str, fault: str) -> None:
+    write.write_text(f"run: echo\n{line}\n")
+    with pytest.raises(TaskError) as error:
+        Task.load(write, Settings())
+    assert fault in error.value.message and error.value.hint
+
+
 def test_numbers_of_envs_become_text(write: Path) -> None:
     write.write_text("run: echo\nenvs: {STEPS: 3, RATE: 1e-6}\n")
     envs = Task.load(write, Settings()).envs
