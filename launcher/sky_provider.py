@@ -2,12 +2,12 @@
 
 import contextlib
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
 from launcher import scripts, sky_launch, sky_runs
-from launcher.errors import ClusterNotFound, LauncherError
+from launcher.errors import ClusterNotFound, LauncherError, ProviderError, Unreachable
 from launcher.files import forgotten, remember
 from launcher.provider import RUN, WORKDIR, Check, ClusterInfo, Cost, Progress, Run, Sent
 from launcher.remote import Remote
@@ -54,8 +54,9 @@ class SkyProvider:
         return sky_runs.runs(name)
 
     def exit_code(self, name: str, run_id: str) -> int:
-        text = Remote(name).run(f"cat ~/{scripts.EXIT_CODES}/{int(run_id)} 2>/dev/null || echo 1")
-        return int(text)
+        file = f"~/{scripts.EXIT_CODES}/{int(run_id)}"
+        with self._reached(name) as remote:
+            return int(remote.run(f"cat {file} 2>/dev/null || echo 1"))
 
     def logs(self, name: str, run_id: str | None, *, follow: bool, tail: int, out: TextIO) -> None:
         sky_runs.logs(name, run_id, follow=follow, tail=tail, out=out)
@@ -63,7 +64,8 @@ class SkyProvider:
     def read(self, name: str, path: str, *, follow: bool, tail: int, out: TextIO) -> None:
         lines = f"--lines={tail or '+1'}"
         follow_on = "--follow=name --retry" if follow else ""
-        Remote(name).run(f"tail {lines} {follow_on} {shlex.quote(path)}", out=out)
+        with self._reached(name) as remote:
+            remote.run(f"tail {lines} {follow_on} {shlex.quote(path)}", out=out)
 
     def writing(
         self, name: str, path: str
@@ -81,21 +83,20 @@ class SkyProvider:
         checksum: bool,
         progress: Progress,
     ) -> None:
-        self._require(name)
-        Remote(name).fetch(source, to, patterns, checksum=checksum, progress=progress)
+        with self._reached(name) as remote:
+            remote.fetch(source, to, patterns, checksum=checksum, progress=progress)
 
     def sync(self, name: str, workdir: Path, files: Sequence[str]) -> Sent:
-        self._require(name)
         gone = forgotten(sent_record(name), workdir, files)
-        sent = Remote(name).send(workdir, WORKDIR, files, gone)
+        with self._reached(name) as remote:
+            sent = remote.send(workdir, WORKDIR, files, gone)
         remember(sent_record(name), workdir, files)
         return sent
 
-    def tunnel(
-        self, name: str, ports: Mapping[int, int]
-    ) -> contextlib.AbstractContextManager[Mapping[int, int]]:
-        self._require(name)
-        return Remote(name).tunnel(ports)
+    @contextlib.contextmanager
+    def tunnel(self, name: str, ports: Mapping[int, int]) -> Iterator[Mapping[int, int]]:
+        with self._reached(name) as remote, remote.tunnel(ports) as local:
+            yield local
 
     def cancel(self, name: str, run_id: str) -> None:
         skypilot = sky()
@@ -124,6 +125,31 @@ class SkyProvider:
         from launcher.sky_checks import checks
 
         return checks()
+
+    @contextlib.contextmanager
+    def _reached(self, name: str) -> Iterator[Remote]:
+        """The head of a cluster. Where it does not answer, SkyPilot is asked whether it is there.
+
+        A cluster that tore itself down leaves its alias behind.
+        """
+        self._require(name)
+        try:
+            yield Remote(name)
+        except Unreachable as error:
+            found = next((it for it in self.clusters() if it.name == name), None)
+            if found is None:
+                forget_alias(name)
+                raise ClusterNotFound(
+                    f"Cluster `{name}` is gone: somebody ended it, or its lease did",
+                    hint=f"Launch it again with `launcher up -c {name}`",
+                ) from error
+            if found.status != "up":
+                raise ProviderError(
+                    f"Cluster `{name}` is not up but {found.status}",
+                    hint=f"Finish it with `launcher up -c {name}`, or end it with "
+                    f"`launcher down -c {name}`",
+                ) from error
+            raise
 
     def _require(self, name: str) -> None:
         """The alias is written when a cluster is up and goes with it, and asking it is quick.

@@ -93,6 +93,7 @@ class FakeProvider:
         return self._runs[name]
 
     def exit_code(self, name: str, run_id: str) -> int:
+        self.runs(name)
         return self.code
 
     def logs(self, name: str, run_id: str | None, *, follow: bool, tail: int, out: TextIO) -> None:

@@ -146,6 +146,8 @@ def test_a_cluster_that_is_not_there_is_named(provider: Provider, tmp_path: Path
         lambda: provider.run("absent", "true", {}, {}),
         lambda: provider.sync("absent", tmp_path, []),
         lambda: provider.cost("absent"),
+        lambda: provider.exit_code("absent", "1"),
+        lambda: provider.read("absent", "x", follow=False, tail=0, out=io.StringIO()),
         lambda: provider.fetch("absent", STATE_DIR, Path("x"), [], checksum=False, progress=quiet),
         lambda: provider.tunnel("absent", {1: 1}).__enter__(),
     ):
