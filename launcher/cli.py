@@ -5,6 +5,7 @@ that tell of it in `cli_reports`.
 """
 
 import contextlib
+import os
 import sys
 from pathlib import Path
 
@@ -50,7 +51,7 @@ def cli() -> None:
 
 @cli.command(context_settings={"ignore_unknown_options": True})
 @on_cluster
-@click.option("--env", "envs", multiple=True, metavar="NAME=VALUE", help="An env of the task.")
+@click.option("--env", "envs", multiple=True, metavar="NAME[=VALUE]", help="An env of the task.")
 @click.option("--max-hours", type=click.FloatRange(0), help="End after so many hours.  [8]")
 @click.option("--idle-minutes", type=click.FloatRange(0), help="End when idle so long.  [30]")
 @click.option("--max-cost", type=click.FloatRange(0, min_open=True), help="End at so many dollars.")
@@ -213,10 +214,16 @@ def _split(arguments: tuple[str, ...], local: bool) -> tuple[Path, list[str]]:
 
 
 def _assignment(text: str) -> tuple[str, str]:
+    """As `sky launch` reads it: without a value it is that of the environment."""
     name, separator, value = text.partition("=")
-    if not (name.isidentifier() and separator):
+    if not name.isidentifier():
         raise click.BadParameter(f"`{text}` is not NAME=VALUE", param_hint="--env")
-    return name, value
+    if not separator and name not in os.environ:
+        raise click.BadParameter(
+            f"`{name}` is not set in the environment: set it there, or give `{name}=VALUE`",
+            param_hint="--env",
+        )
+    return name, value if separator else os.environ[name]
 
 
 for _command in (run, cancel, ls, logs, pull, cost, doctor):

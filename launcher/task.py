@@ -67,15 +67,25 @@ class Task:
         envs: Mapping[str, str] | None = None,
         lease: Lease | None = None,
     ) -> "Task":
-        """Read `path` and fill in its envs, secrets and lease; `envs` win over the settings."""
+        """Read `path` and fill in its envs, secrets and lease; `envs` win over the settings.
+
+        An `env_file` that is named goes along whole, as with `sky launch`: what is neither a
+        setting nor an env of the task travels as a secret, since nobody can tell what it is.
+        """
         lease = lease or Lease()
         config, lines = read_yaml(path)
         _check(path, config, lines)
+        own = config.get("envs") or {}
+        sent = read_env_file(env_file) if env_file else {}
+        sent = {
+            name: text for name, text in sent.items() if name not in variables(Settings).values()
+        }
         values = {
             **DEFAULTS,
             "ART_PORT": settings.port,
             "ART_OPENAI_PORT": settings.openai_port,
-            **(config.get("envs") or {}),
+            **own,
+            **{name: text for name, text in sent.items() if name in own},
             **settings.envs(),
             **lease.envs(settings),
             **(envs or {}),
@@ -94,7 +104,8 @@ class Task:
         if "autostop" not in json.dumps(config.get("resources")):
             # Without one nothing would tear the cluster down once its server has exited.
             config["resources"] = {**(config.get("resources") or {}), "autostop": AUTOSTOP}
-        secrets = _secrets(path, config, settings, env_file)
+        unnamed = {name: text for name, text in sent.items() if name not in values}
+        secrets = unnamed | _secrets(path, config, settings, env_file)
         if int(config.get("num_nodes") or 1) > 1 and "ART_API_KEY" in (config.get("secrets") or {}):
             # The machines of a cluster know each other by it; nobody else needs to.
             secrets.setdefault("ART_API_KEY", token_urlsafe(32))

@@ -150,7 +150,30 @@ def test_env_of_the_command_line_wins_over_the_environment(
     provider = FakeProvider(port=healthy_port)
     invoke("up", "task.yaml", "--env", "BASE_MODEL=from-flag", provider=provider)
     assert provider.launched[0][1].envs["BASE_MODEL"] == "from-flag"
-    assert invoke("up", "task.yaml", "--env", "BASE_MODEL", provider=provider).exit_code == 2
+    invoke("up", "task.yaml", "-c", "b", "--env", "BASE_MODEL", provider=provider)
+    assert provider.launched[1][1].envs["BASE_MODEL"] == "from-environment"
+    for wrong, why in (
+        ("ABSENT", "`ABSENT` is not set in the environment"),
+        ("1=2", "is not NAME"),
+    ):
+        result = invoke("up", "task.yaml", "--env", wrong, provider=provider)
+        assert result.exit_code == 2 and why in result.stderr
+
+
+def test_a_named_env_file_reaches_settings_task_and_secrets(
+    invoke: Invoke, healthy_port: int
+) -> None:
+    Path("task.yaml").write_text(TASK.replace("tiny-random", "tiny-random, STEPS: 3"))
+    text = "BASE_MODEL=mine\nSTEPS=5\nOPENAI_API_KEY=sk\nHF_TOKEN=hf\nWANDB_API_KEY=w\n"
+    Path("prod.env").write_text(text)
+    provider = FakeProvider(port=healthy_port)
+    assert invoke("up", "task.yaml", "--env-file", "prod.env", provider=provider).exit_code == 0
+    task = provider.launched[0][1]
+    assert (task.envs["BASE_MODEL"], task.envs["STEPS"]) == ("mine", "5")
+    assert task.secrets == {"OPENAI_API_KEY": "sk", "HF_TOKEN": "hf"}  # of ours the declared ones
+    Path("prod.env").rename(".env")  # which is there for every task, and so goes along with none
+    invoke("up", "task.yaml", "-c", "b", provider=provider)
+    assert provider.launched[1][1].secrets == {"HF_TOKEN": "hf"}
 
 
 def test_run_on_a_missing_cluster_says_what_to_do_next(invoke: Invoke) -> None:
