@@ -69,7 +69,7 @@ def up(
     """Bring a cluster up with TASK and wait until its server is healthy.
 
     TASK is `sky/art.yaml` when not given, with --local `sky/art-cpu.yaml`. Any other argument is
-    one of `sky launch`. Safe to repeat. The cluster ends by itself when its lease is over; the
+    one of `sky launch`; an --env-file goes to the task too. Safe to repeat. The cluster ends by itself when its lease is over; the
     defaults are in `.env`.
 
     \b
@@ -144,7 +144,8 @@ def sync(target: Target, as_json: bool, workdir: Path) -> None:
 @on_cluster
 @click.option("--port", type=click.IntRange(1, 65535), help="Local end of the control API.")
 @click.option("--openai-port", type=click.IntRange(1, 65535), help="Local end of the OpenAI API.")
-def tunnel(target: Target, port: int | None, openai_port: int | None) -> None:
+@as_json
+def tunnel(target: Target, port: int | None, openai_port: int | None, as_json: bool) -> None:
     """Reach the server's two ports on this machine until you press Ctrl-C.
 
     Prints the variables that lead a client there, once the server answers.
@@ -160,8 +161,11 @@ def tunnel(target: Target, port: int | None, openai_port: int | None) -> None:
     ports = cluster.ports
     with cluster.tunnel(port or ports[0], openai_port or ports[1]) as endpoints:
         wait_until_healthy(endpoints, cluster.name)
-        for variable, value in endpoints.exports().items():
-            click.echo(f"export {variable}={value}")
+        if as_json:
+            data({**vars(endpoints), "variables": endpoints.exports()})
+        else:
+            for variable, value in endpoints.exports().items():
+                click.echo(f"export {variable}={value}")
         sys.stdout.flush()
         note("The tunnel is open; Ctrl-C closes it")
         with contextlib.suppress(KeyboardInterrupt):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import click
 
-from kit.cli import note
-from launcher.cli_reports import of_managed
+from kit.cli import data, note
+from launcher.cli_reports import as_json, of_managed
 from launcher.target import Target, on_cluster
 
 
@@ -18,6 +18,7 @@ from launcher.target import Target, on_cluster
 @click.option("--managed", is_flag=True, help="On a cluster of its own, replaced when it is lost.")
 @click.option("--task", type=Path, metavar="TASK", help="Managed: its server.  [sky/art.yaml]")
 @click.option("--state-dir", metavar="DIR", help="Managed: shared disk for checkpoints.")
+@as_json
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(
     target: Target,
@@ -25,6 +26,7 @@ def run(
     managed: bool,
     task: Path | None,
     state_dir: str | None,
+    as_json: bool,
     command: tuple[str, ...],
 ) -> None:
     """Start COMMAND on a cluster beside its server, and print the run's id.
@@ -42,8 +44,11 @@ def run(
       launcher run --wait 'nvidia-smi; df -h'
       launcher run --managed --task sky/art.yaml python train.py
     """
+    if wait and as_json:
+        raise click.UsageError("with `--wait` stdout is the command's: leave out `--json`")
     if managed:
-        return _run_managed(target, task or Path("sky/art.yaml"), state_dir, command, wait)
+        path = task or Path("sky/art.yaml")
+        return _run_managed(target, path, state_dir, command, wait, as_json)
     if task or state_dir:
         raise click.UsageError("`--task` and `--state-dir` are for `--managed`")
     cluster = target.cluster
@@ -51,7 +56,7 @@ def run(
     if wait:
         cluster.logs(started.id, follow=True)
         sys.exit(cluster.wait(started))
-    click.echo(started.id)
+    _tell(started.id, started.name, as_json)
     note(f"Next: `launcher logs {started.id}{target.options}`")
 
 
@@ -75,7 +80,12 @@ def cancel(target: Target, managed: bool, run_id: str) -> None:
 
 
 def _run_managed(
-    target: Target, path: Path, state_dir: str | None, command: tuple[str, ...], wait: bool
+    target: Target,
+    path: Path,
+    state_dir: str | None,
+    command: tuple[str, ...],
+    wait: bool,
+    as_json: bool,
 ) -> None:
     from launcher.task import Task
 
@@ -84,10 +94,17 @@ def _run_managed(
     ports = dict(zip(("port", "openai_port"), task.ports, strict=True))
     settings = settings.model_copy(update=ports)  # the task may have its own
     run_id = managed.start(task, _line(command), settings, state_dir=state_dir)
-    click.echo(run_id)
+    _tell(run_id, task.name, as_json)
     note(f"Next: `launcher logs --managed {run_id}`; `ls` and `cancel` take `--managed` too")
     if wait:
         sys.exit(0 if managed.wait(run_id) else 1)
+
+
+def _tell(run_id: str, name: str, as_json: bool) -> None:
+    if as_json:
+        data({"id": run_id, "name": name})
+    else:
+        click.echo(run_id)
 
 
 def _line(command: tuple[str, ...]) -> str:

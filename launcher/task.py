@@ -75,11 +75,7 @@ class Task:
         lease = lease or Lease()
         config, lines = read_yaml(path)
         _check(path, config, lines)
-        own = config.get("envs") or {}
-        sent = read_env_file(env_file) if env_file else {}
-        sent = {
-            name: text for name, text in sent.items() if name not in variables(Settings).values()
-        }
+        own, sent = config.get("envs") or {}, _sent(env_file)
         values = {
             **DEFAULTS,
             "ART_PORT": settings.port,
@@ -170,6 +166,12 @@ def _check_numbers(path: Path, envs: Mapping[str, str]) -> None:
                 f"`{path}` cannot have `{envs[names[number]]}` as `{names[number]}`",
                 hint=f"Give {wanted}",
             ) from exc
+
+
+def _sent(env_file: Path | None) -> dict[str, str]:
+    """The variables of a file that was named, less those that the settings read."""
+    given, settings = read_env_file(env_file) if env_file else {}, variables(Settings).values()
+    return {name: text for name, text in given.items() if name not in settings}
 
 
 def _secrets(

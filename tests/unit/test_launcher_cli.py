@@ -437,3 +437,36 @@ def test_two_launches_of_one_cluster_at_once_are_refused(invoke: Invoke, healthy
     assert result.exit_code == 1
     assert "error: Cluster `art` is being launched by another command already" in result.stderr
     assert invoke("up", "task.yaml", provider=FakeProvider(port=healthy_port)).exit_code == 0
+
+
+def test_run_tunnel_and_bundle_tell_json(
+    invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert json.loads(invoke("run", "--json", "true", provider=provider).stdout) == {
+        "id": "2",
+        "name": "run",
+    }
+    monkeypatch.setattr("launcher.endpoints.wait_for_ever", lambda *_: None)
+    address = f"http://127.0.0.1:{provider.port}"
+    assert json.loads(invoke("tunnel", "--json", provider=provider).stdout) == {
+        "control": address,
+        "openai": f"{address}/v1",
+        "variables": {"ART_BASE_URL": address, "OPENAI_BASE_URL": f"{address}/v1"},
+    }
+    told = json.loads(invoke("logs", "--json", "--bundle", "b.tar.gz", provider=provider).stdout)
+    assert told["bundle"] == "b.tar.gz" and "art/run-1-demo-running.log" in told["files"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("run", "--json", "--wait", "true"), "leave out `--json`"),
+        (("logs", "--json"), "`--json` is for `--bundle`"),
+        (("logs", "3", "--bundle", "b.tar.gz"), "leave out `3`"),
+    ],
+)
+def test_what_cannot_stand_together_is_refused(
+    invoke: Invoke, provider: FakeProvider, arguments: tuple[str, ...], why: str
+) -> None:
+    result = invoke(*arguments, provider=provider)
+    assert result.exit_code == 2 and why in result.stderr
