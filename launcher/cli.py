@@ -69,8 +69,8 @@ def up(
     """Bring a cluster up with TASK and wait until its server is healthy.
 
     TASK is `sky/art.yaml` when not given, with --local `sky/art-cpu.yaml`. Any other argument is
-    one of `sky launch`; an --env-file goes to the task too. Safe to repeat. The cluster ends by itself when its lease is over; the
-    defaults are in `.env`.
+    one of `sky launch`; an --env-file goes to the task too. Safe to repeat. The cluster ends by
+    itself when its lease is over; the defaults are in `.env`.
 
     \b
     Example:

@@ -8,7 +8,6 @@ A run is a process in its own session, so that it outlives the launcher and `dow
 """
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -19,7 +18,7 @@ from typing import TextIO
 
 from launcher.errors import ClusterNotFound, LauncherError, ProviderError, RunNotFound
 from launcher.files import copy_if_new, forgotten, remember, same, select, size
-from launcher.local_runs import born, end, read_run, show
+from launcher.local_runs import born, end, make_run, read_run, show
 from launcher.local_tasks import mount, refuse
 from launcher.provider import (
     RUN,
@@ -210,10 +209,7 @@ class LocalProvider:
         secrets: Mapping[str, str],
     ) -> Run:
         home = self.root / name / "home"
-        run_id = str(len(self._runs_or_none(name)) + 1)
-        directory = self.root / name / "runs" / run_id
-        directory.mkdir(parents=True)
-        (directory / "about.json").write_text(json.dumps({"name": label}))
+        directory = make_run(self.root / name / "runs", label)
         # Files of their own: `set -e` would be off in `( setup ) && ( run )`.
         for number, script in enumerate(scripts):
             (directory / f"{number}.sh").write_text(script)
@@ -241,7 +237,7 @@ class LocalProvider:
         )
         pid = int(started.stdout)
         (directory / "pid").write_text(f"{pid} {born(pid)}")
-        return Run(run_id, label, RunStatus.RUNNING)
+        return Run(directory.name, label, RunStatus.RUNNING)
 
     def workdir(self, name: str) -> Path:
         """Where the workdir's copy of a cluster is; the server's state is `.art` in it."""
@@ -257,8 +253,9 @@ class LocalProvider:
 
     def _runs_or_none(self, name: str) -> list[Run]:
         runs = self.root / name / "runs"
-        numbered = sorted(runs.iterdir(), key=lambda path: int(path.name)) if runs.is_dir() else []
-        return [read_run(path) for path in numbered]
+        # One that another command is about to make says nothing of itself yet.
+        told = [path.parent for path in runs.glob("*/about.json")]
+        return [read_run(path) for path in sorted(told, key=lambda path: int(path.name))]
 
     def _run_directory(self, name: str, run_id: str) -> Path:
         directory = self._existing(name) / "runs" / run_id

@@ -9,6 +9,7 @@ import pwd
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,16 @@ def test_local_ends_the_processes_of_its_runs(local: LocalProvider) -> None:
     local.down("art")
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_local_runs_that_start_at_once_have_ids_of_their_own(local: LocalProvider) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        runs = list(pool.map(lambda number: local.run("art", f"echo {number}", {}, {}), range(8)))
+    assert sorted(int(run.id) for run in runs) == list(range(2, 10))
+    for number, run in enumerate(runs):
+        out = io.StringIO()
+        local.logs("art", run.id, follow=True, tail=0, out=out)
+        assert out.getvalue() == f"{number}\n"
 
 
 def test_local_tells_the_exit_code_and_follows_to_the_end(local: LocalProvider) -> None:
