@@ -135,8 +135,8 @@ def _check(path: Path, config: Mapping[str, Any], lines: Mapping[Location, int])
         elif value is not None and not isinstance(value, KEYS[key]):
             faults.append(f"{at}`{key}` cannot be `{value!r}`")
         elif key == "resources":
-            faults += [f"{at}{fault}" for fault in _choices(value or {})]
-        elif key == "secrets" and not all(isinstance(name, str) for name in value or ()):
+            faults += [f"{at}{fault}" for fault in _choices(config[key] or {})]
+        elif key == "secrets" and not all(isinstance(name, str) for name in config[key] or ()):
             faults.append(f"{at}`secrets` has to be `NAME: null` lines, or a list of names")
     if not config.get("run"):
         faults.append("`run` is required")
