@@ -88,20 +88,22 @@ class Cluster:
         what setup and server say. False when the `arguments` asked for a rehearsal.
         """
         with launching(self.name):
-            server = self._server()
-            ports = task.ports if server is None else self.ports
+            server = self._server() or self.provider.resume(self.name)
+            record = self.provider.ports_record(self.name)
+            ports = (noted_ports(record) if server else None) or task.ports
             with Early(lambda: self._tunnel(ports)) as tunnel:
                 if server is None:
                     progress(told(task.envs, task.max_cost))
+                    record.unlink(missing_ok=True)  # of an earlier cluster, which ended by itself
                     # An ssh takes seconds to open, and so does what is left to do of a launch.
                     server = self.provider.launch(
                         self.name, task, arguments, reachable=tunnel.begin
                     )
                     if server is None:
                         return False
-                    note_ports(self.provider.ports_record(self.name), ports)
                 else:
                     progress(kept(self.name, server, task, [*arguments, *given]))
+                note_ports(record, ports)
                 self._wait_until_healthy(server.id, tunnel, progress, log, every)
         return True
 

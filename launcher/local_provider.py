@@ -78,6 +78,9 @@ class LocalProvider:
         reachable()
         return started
 
+    def resume(self, name: str) -> Run | None:
+        return None  # a launch ends with whoever asked for it
+
     def clusters(self) -> list[ClusterInfo]:
         if not self.root.is_dir():
             return []

@@ -138,6 +138,9 @@ class Provider(Protocol):
         None when they asked for a rehearsal that starts nothing.
         """
 
+    def resume(self, name: str) -> Run | None:
+        """Wait for a launch that goes on without whoever asked for it; the server it started."""
+
     def clusters(self) -> list[ClusterInfo]:
         """All clusters of this provider."""
 

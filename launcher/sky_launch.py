@@ -34,8 +34,6 @@ def launch(
     would leave no room for a run, where the price of the cluster decides how long the server may
     live, where several machines are to be set up first, and where the cluster is there already.
     """
-    if earlier := _resume(name):
-        return earlier
     command, record = launch_command(), _record(name)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / f"{task.path.stem}.yaml"
@@ -80,21 +78,8 @@ def launch(
     return sky_runs.start(name, {**job, "resources": _share(name), "run": run}, envs, secrets)
 
 
-def _own_arguments(name: str, task: Task, path: Path) -> list[str]:
-    own = ["--yes", "--detach-run", "--cluster", name, str(path)]
-    own += [part for item in task.envs.items() for part in ("--env", "=".join(item))]
-    own += [part for item in task.secrets.items() for part in ("--secret", "=".join(item))]
-    return own
-
-
-def _skips_setup(given: Mapping[str, Any], record: Mapping[str, Any] | None) -> bool:
-    """As `sky launch` does; `--fast` means a cluster that is up."""
-    up = record is not None and record["status"].value == "UP"
-    return bool(given["no_setup"] or (given["fast"] and up))
-
-
-def _resume(name: str) -> Run | None:
-    """Wait for a launch that goes on without whoever asked for it; the server that it started.
+def resume(name: str) -> Run | None:
+    """See `Provider.resume`.
 
     SkyPilot finishes what it was asked for, and a second launch beside it starts a second server.
     """
@@ -107,6 +92,19 @@ def _resume(name: str) -> Run | None:
     with contextlib.suppress(LauncherError):  # it came to nothing: this launch says why
         return live_server(sky_runs.runs(name))
     return None
+
+
+def _own_arguments(name: str, task: Task, path: Path) -> list[str]:
+    own = ["--yes", "--detach-run", "--cluster", name, str(path)]
+    own += [part for item in task.envs.items() for part in ("--env", "=".join(item))]
+    own += [part for item in task.secrets.items() for part in ("--secret", "=".join(item))]
+    return own
+
+
+def _skips_setup(given: Mapping[str, Any], record: Mapping[str, Any] | None) -> bool:
+    """As `sky launch` does; `--fast` means a cluster that is up."""
+    up = record is not None and record["status"].value == "UP"
+    return bool(given["no_setup"] or (given["fast"] and up))
 
 
 def _requests(name: str, **which: Any) -> list[str]:

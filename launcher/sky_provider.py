@@ -29,6 +29,9 @@ class SkyProvider:
     ) -> Run | None:
         return sky_launch.launch(name, task, arguments, reachable=reachable, cost=self.cost)
 
+    def resume(self, name: str) -> Run | None:
+        return sky_launch.resume(name)
+
     def clusters(self) -> list[ClusterInfo]:
         skypilot = sky()
         with translated(ANY):

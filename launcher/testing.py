@@ -61,6 +61,9 @@ class FakeProvider:
         reachable()
         return self._runs[name][-1]
 
+    def resume(self, name: str) -> Run | None:
+        return None
+
     def clusters(self) -> list[ClusterInfo]:
         return [ClusterInfo(name, self.status, "nowhere") for name in self._runs]
 

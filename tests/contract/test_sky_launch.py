@@ -77,6 +77,11 @@ class FakeSky:
         return 8, None
 
 
+def use(skypilot: FakeSky, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (sky_launch, sky_runs):
+        monkeypatch.setattr(module, "sky", lambda: skypilot)
+
+
 def launch(
     skypilot: FakeSky,
     tmp_path: Path,
@@ -93,8 +98,7 @@ def launch(
             skypilot.launched
         )
 
-    for module in (sky_launch, sky_runs):
-        monkeypatch.setattr(module, "sky", lambda: skypilot)
+    use(skypilot, monkeypatch)
     monkeypatch.setattr(sky_launch, "_invoke", invoke)
     (tmp_path / "task.yaml").write_text(TASK.format(resources=resources))
     settings = Settings.model_validate({"hf_token": "hf_x"})
@@ -142,11 +146,12 @@ def test_two_requests_are_a_cluster_without_a_job_and_then_the_server(
 
 
 def test_a_launch_under_way_is_waited_for_and_its_server_is_the_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     skypilot = FakeSky("aws")
     skypilot.under_way = ["sky.logs", "sky.launch"]
-    assert launch(skypilot, tmp_path, monkeypatch) == Run("1", "a", RunStatus.RUNNING)
+    use(skypilot, monkeypatch)
+    assert sky_launch.resume("art") == Run("1", "a", RunStatus.RUNNING)
     assert skypilot.waited == ["sky.launch"] and skypilot.launched == []
 
 
@@ -162,6 +167,8 @@ def test_a_launch_under_way_that_fails_is_made_again(
 
     monkeypatch.setattr(skypilot, "stream_and_get", fail)
     monkeypatch.setattr(skypilot, "queue", lambda name: [])
+    use(skypilot, monkeypatch)
+    assert sky_launch.resume("art") is None
     assert launch(skypilot, tmp_path, monkeypatch) == Run("7", "task", RunStatus.PENDING)
 
 

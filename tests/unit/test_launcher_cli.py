@@ -101,6 +101,16 @@ def test_up_repeated_keeps_what_exists_and_says_what_was_not_applied(
     assert "`--no-lease`" in invoke("up", "task.yaml", "--no-lease", provider=provider).stderr
 
 
+def test_a_launch_that_lost_its_launcher_is_taken_up_as_it_was(
+    invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provider, "resume", lambda name: provider.runs(name)[0])
+    provider.status = "init"
+    result = invoke("up", "task.yaml", "--max-hours", "2", provider=provider)
+    assert (result.exit_code, len(provider.launched)) == (0, 1)
+    assert "not applied, since the cluster exists: `--max-hours`" in result.stderr
+
+
 def test_arguments_of_sky_launch_are_named_without_their_values(
     provider: FakeProvider,
 ) -> None:
