@@ -12,7 +12,14 @@
 # Settings and secrets come from .env (see .env.example). Safe to repeat.
 set -euo pipefail
 case "${1:-}" in -h | --help) sed -n '2,11s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
+caller=$PWD
 cd "$(dirname "$0")"
+# A task or an env file that the caller named is the caller's; one that is not there is one of ours.
+[ "$caller" -ef . ] || for argument; do
+  case "$argument" in *.yaml | *.yml | *.env) [ ! -f "$caller/$argument" ] || argument="$caller/$argument" ;; esac
+  shift
+  set -- "$@" "$argument"
+done
 trains_here() { [ "${1:-}" = --local ] && case "${2:---seed}" in --seed | --epochs) ;; *) false ;; esac; }
 has_vllm() { .venv/bin/python -c 'import importlib.util as u; exit(not u.find_spec("vllm"))' 2>/dev/null; }
 # On a GPU machine the environment may be that of a cluster, with vLLM, which SkyPilot cannot share.

@@ -1,9 +1,11 @@
 """`launcher`: the program on the laptop. Commands parse, call and print; nothing else.
 
-Here are the verbs that act on a cluster; those that tell of one are in `cli_reports`.
+Here are the verbs that act on a cluster; those of its runs are in `cli_runs`, those
+that tell of it in `cli_reports`.
 """
 
 import contextlib
+import os
 import sys
 from pathlib import Path
 
@@ -19,12 +21,12 @@ from launcher.cli_reports import (
     logs,
     ls,
     megabytes,
-    of_managed,
     progress_bar,
     pull,
     save_to,
     summarize,
 )
+from launcher.cli_runs import cancel, run
 from launcher.target import Target, on_cluster
 
 LARGE = 200_000_000
@@ -49,7 +51,7 @@ def cli() -> None:
 
 @cli.command(context_settings={"ignore_unknown_options": True})
 @on_cluster
-@click.option("--env", "envs", multiple=True, metavar="NAME=VALUE", help="An env of the task.")
+@click.option("--env", "envs", multiple=True, metavar="NAME[=VALUE]", help="An env of the task.")
 @click.option("--max-hours", type=click.FloatRange(0), help="End after so many hours.  [8]")
 @click.option("--idle-minutes", type=click.FloatRange(0), help="End when idle so long.  [30]")
 @click.option("--max-cost", type=click.FloatRange(0, min_open=True), help="End at so many dollars.")
@@ -67,8 +69,8 @@ def up(
     """Bring a cluster up with TASK and wait until its server is healthy.
 
     TASK is `sky/art.yaml` when not given, with --local `sky/art-cpu.yaml`. Any other argument is
-    one of `sky launch`. Safe to repeat. The cluster ends by itself when its lease is over; the
-    defaults are in `.env`.
+    one of `sky launch`; an --env-file goes to the task too. Safe to repeat. The cluster ends by
+    itself when its lease is over; the defaults are in `.env`.
 
     \b
     Example:
@@ -77,7 +79,7 @@ def up(
       launcher up --local --env BASE_MODEL=tiny-random
       launcher up --max-cost 20
     """
-    from launcher.lease import Lease, told
+    from launcher.lease import Lease
     from launcher.task import Task
 
     cluster = target.cluster
@@ -90,8 +92,9 @@ def up(
         envs=dict(map(_assignment, envs)),
         lease=lease,
     )
-    note(told(task.envs, task.max_cost))
-    if not cluster.up(task, rest, progress=note, log=None if target.local else sys.stderr):
+    given = [*lease.options, *(["--env"] if envs else [])]
+    log = None if target.local else sys.stderr
+    if not cluster.up(task, rest, progress=note, log=log, given=given):
         note("Nothing was launched")
         return
     where = target.options
@@ -99,66 +102,6 @@ def up(
     if not target.local:
         note(f"Log in: `ssh {cluster.name}`; end it: `launcher down{where}`, `sky down` loses data")
     note(f"Next: `launcher tunnel{where}`, then train; `launcher pull{where}` brings it home")
-
-
-@cli.command(context_settings={"ignore_unknown_options": True})
-@on_cluster
-@click.option("--wait", is_flag=True, help="Show its output and exit with its code.")
-@click.option("--managed", is_flag=True, help="On a cluster of its own, replaced when it is lost.")
-@click.option("--task", type=Path, metavar="TASK", help="Managed: its server.  [sky/art.yaml]")
-@click.option("--state-dir", metavar="DIR", help="Managed: shared disk for checkpoints.")
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def run(
-    target: Target,
-    wait: bool,
-    managed: bool,
-    task: Path | None,
-    state_dir: str | None,
-    command: tuple[str, ...],
-) -> None:
-    """Start COMMAND on a cluster beside its server, and print the run's id.
-
-    It runs in the synced workdir with its environment active, and finds the server in
-    ART_BASE_URL and OPENAI_BASE_URL. With --managed both get a cluster of their own; when that one
-    is lost SkyPilot brings up another, where they go on from the last checkpoint; --wait then
-    exits with 0 or 1.
-
-    \b
-    Example:
-      launcher run python train.py
-      launcher run --wait 'nvidia-smi; df -h'
-      launcher run --managed --task sky/art.yaml python train.py
-    """
-    if managed:
-        return _run_managed(target, task or Path("sky/art.yaml"), state_dir, command, wait)
-    if task or state_dir:
-        raise click.UsageError("`--task` and `--state-dir` are for `--managed`")
-    cluster = target.cluster
-    started = cluster.run(" ".join(command))
-    if wait:
-        cluster.logs(started.id, follow=True)
-        sys.exit(cluster.wait(started))
-    click.echo(started.id)
-    note(f"Next: `launcher logs {started.id}{target.options}`")
-
-
-@cli.command()
-@on_cluster
-@of_managed
-@click.argument("run_id", metavar="RUN")
-def cancel(target: Target, managed: bool, run_id: str) -> None:
-    """End a run; the server itself ends with `launcher down`.
-
-    \b
-    Example:
-      launcher cancel 3
-      launcher cancel --managed 2
-    """
-    if (target.managed() if managed else target.cluster).cancel(run_id):
-        options = " --managed" if managed else target.options
-        note(f"Run `{run_id}` is cancelled; see it with `launcher logs {run_id}{options}`")
-    else:
-        note(f"Run `{run_id}` was over already")
 
 
 @cli.command()
@@ -201,7 +144,8 @@ def sync(target: Target, as_json: bool, workdir: Path) -> None:
 @on_cluster
 @click.option("--port", type=click.IntRange(1, 65535), help="Local end of the control API.")
 @click.option("--openai-port", type=click.IntRange(1, 65535), help="Local end of the OpenAI API.")
-def tunnel(target: Target, port: int | None, openai_port: int | None) -> None:
+@as_json
+def tunnel(target: Target, port: int | None, openai_port: int | None, as_json: bool) -> None:
     """Reach the server's two ports on this machine until you press Ctrl-C.
 
     Prints the variables that lead a client there, once the server answers.
@@ -214,11 +158,14 @@ def tunnel(target: Target, port: int | None, openai_port: int | None) -> None:
     from launcher.endpoints import wait_for_ever, wait_until_healthy
 
     cluster = target.cluster
-    settings = cluster.settings
-    with cluster.tunnel(port or settings.port, openai_port or settings.openai_port) as endpoints:
+    ports = cluster.ports
+    with cluster.tunnel(port or ports[0], openai_port or ports[1]) as endpoints:
         wait_until_healthy(endpoints, cluster.name)
-        for variable, value in endpoints.exports().items():
-            click.echo(f"export {variable}={value}")
+        if as_json:
+            data({**vars(endpoints), "variables": endpoints.exports()})
+        else:
+            for variable, value in endpoints.exports().items():
+                click.echo(f"export {variable}={value}")
         sys.stdout.flush()
         note("The tunnel is open; Ctrl-C closes it")
         with contextlib.suppress(KeyboardInterrupt):
@@ -255,20 +202,6 @@ def down(target: Target, to: Path, discard: bool, yes: bool, as_json: bool) -> N
     note(f"Cluster `{cluster.name}` is gone" + (f"; {dollars(spent)}" if spent else ""))
 
 
-def _run_managed(
-    target: Target, path: Path, state_dir: str | None, command: tuple[str, ...], wait: bool
-) -> None:
-    from launcher.task import Task
-
-    managed, settings = target.managed(), target.cluster.settings
-    task = Task.load(path, settings, env_file=target.env_file)
-    run_id = managed.start(task, " ".join(command), settings, state_dir=state_dir)
-    click.echo(run_id)
-    note(f"Next: `launcher logs --managed {run_id}`; `ls` and `cancel` take `--managed` too")
-    if wait:
-        sys.exit(0 if managed.wait(run_id) else 1)
-
-
 def _split(arguments: tuple[str, ...], local: bool) -> tuple[Path, list[str]]:
     """The task and what is left for `sky launch`."""
     positional, options = list(arguments), list[str]()
@@ -285,13 +218,19 @@ def _split(arguments: tuple[str, ...], local: bool) -> tuple[Path, list[str]]:
 
 
 def _assignment(text: str) -> tuple[str, str]:
+    """As `sky launch` reads it: without a value it is that of the environment."""
     name, separator, value = text.partition("=")
-    if not (name.isidentifier() and separator):
+    if not name.isidentifier():
         raise click.BadParameter(f"`{text}` is not NAME=VALUE", param_hint="--env")
-    return name, value
+    if not separator and name not in os.environ:
+        raise click.BadParameter(
+            f"`{name}` is not set in the environment: set it there, or give `{name}=VALUE`",
+            param_hint="--env",
+        )
+    return name, value if separator else os.environ[name]
 
 
-for _command in (ls, logs, pull, cost, doctor):
+for _command in (run, cancel, ls, logs, pull, cost, doctor):
     cli.add_command(_command)
 
 

@@ -60,6 +60,7 @@ def ls(target: Target, managed: bool, as_json: bool) -> None:
 @click.option("--tail", type=click.IntRange(0), default=0, metavar="N", help="The last N lines.")
 @click.option("--bundle", type=Path, metavar="FILE", help="Pack all logs into a .tar.gz instead.")
 @of_managed
+@as_json
 @click.argument("run_id", required=False, metavar="[RUN|server|engine|vllm|learner]")
 def logs(
     target: Target,
@@ -67,6 +68,7 @@ def logs(
     tail: int,
     bundle: Path | None,
     managed: bool,
+    as_json: bool,
     run_id: str | None,
 ) -> None:
     """Show the output of a run, by default the newest, or of a part of the server.
@@ -82,6 +84,10 @@ def logs(
       launcher logs --managed 2
       launcher logs --bundle report.tar.gz
     """
+    if bundle is None and as_json:
+        raise click.UsageError("a log is text: `--json` is for `--bundle`")
+    if bundle is not None and run_id is not None:
+        raise click.UsageError(f"`--bundle` packs every log: leave out `{run_id}`")
     if managed:
         if bundle is not None:
             raise click.UsageError("`--bundle` is of a cluster, and cannot be `--managed`")
@@ -89,7 +95,10 @@ def logs(
             target.managed().logs(run_id, follow=follow, tail=tail)
         return
     if bundle is not None:
-        for name in target.cluster.bundle(bundle, env_file=target.env_file):
+        names = target.cluster.bundle(bundle, env_file=target.env_file)
+        if as_json:
+            data({"bundle": str(bundle), "files": names})
+        for name in [] if as_json else names:
             note(name)
         note(f"Packed into `{bundle}`; look through it before you send it")
         return

@@ -1,7 +1,6 @@
 """`Cluster`: the verbs, on a named cluster of any provider."""
 
 import contextlib
-import io
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,11 +11,11 @@ from launcher import bundle, checkpoints
 from launcher.checkpoints import PulledCheckpoint
 from launcher.early import Early
 from launcher.endpoints import Endpoints, is_healthy
-from launcher.errors import ClusterNotFound, LauncherError, ProviderError, RunNotFound
+from launcher.errors import ClusterNotFound, LauncherError, RunNotFound
 from launcher.files import select
+from launcher.lease import told
 from launcher.provider import (
     SERVER,
-    SETUP_FAILED,
     STATE_DIR,
     ClusterInfo,
     Cost,
@@ -27,9 +26,16 @@ from launcher.provider import (
     Sent,
     live_server,
 )
+from launcher.server import ended_early, kept
 from launcher.settings import Settings, read
 from launcher.showing import Showing
-from launcher.state import launching, remember_secrets, secret_names
+from launcher.state import (
+    launching,
+    note_ports,
+    noted_ports,
+    remember_secrets,
+    secret_names,
+)
 from launcher.task import Task, secret_values
 
 # Logs of the server's processes, by what one may call them.
@@ -78,31 +84,41 @@ class Cluster:
         progress: Callable[[str], None] = lambda message: None,
         log: TextIO | None = None,
         every: float = 15.0,
+        given: Sequence[str] = (),
     ) -> bool:
         """Bring the cluster up, start the task and wait until its server is healthy.
 
-        Safe to repeat: a server that is alive is waited for, not started twice. `every` so many
-        seconds it is looked whether it still is; from then on `log` shows what setup and server
-        say. False when the `arguments` for `sky launch` asked for a rehearsal.
+        Safe to repeat: a server that is alive is waited for as it is, not started twice; what is
+        `given` besides the `arguments` for `sky launch` is then said to have no effect, as they
+        are. `every` so many seconds it is looked whether it still is; from then on `log` shows
+        what setup and server say. False when the `arguments` asked for a rehearsal.
         """
-        with launching(self.name), Early(self.tunnel) as tunnel:
-            server = self._server()
-            if server is None:
-                remember_secrets(self.name, task.secrets)
-                # An ssh takes seconds to open, and so does what is left to do of a launch.
-                server = self.provider.launch(self.name, task, arguments, reachable=tunnel.begin)
+        with launching(self.name):
+            server = self._server() or self.provider.resume(self.name)
+            record = self.provider.ports_record(self.name)
+            ports = (noted_ports(record) if server else None) or task.ports
+            with Early(lambda: self._tunnel(ports)) as tunnel:
                 if server is None:
-                    return False
-            elif arguments:
-                raise ProviderError(
-                    f"Cluster `{self.name}` is up already, and `{arguments[0]}` would have no "
-                    "effect",
-                    hint=f"Leave it out, or end the cluster with `launcher down -c {self.name}`",
-                )
-            else:
-                progress(f"The server of cluster `{self.name}` runs already, with its first lease")
-            self._wait_until_healthy(server.id, tunnel, progress, log, every)
+                    remember_secrets(self.name, task.secrets)
+                    progress(told(task.envs, task.max_cost))
+                    record.unlink(missing_ok=True)  # of an earlier cluster, which ended by itself
+                    # An ssh takes seconds to open, and so does what is left to do of a launch.
+                    server = self.provider.launch(
+                        self.name, task, arguments, reachable=tunnel.begin
+                    )
+                    if server is None:
+                        return False
+                else:
+                    progress(kept(self.name, server, task, [*arguments, *given]))
+                note_ports(record, ports)
+                self._wait_until_healthy(server.id, tunnel, progress, log, every)
         return True
+
+    @property
+    def ports(self) -> tuple[int, int]:
+        """Where the server listens on its cluster: as launched from here, or by the settings."""
+        noted = noted_ports(self.provider.ports_record(self.name))
+        return noted or (self.settings.port, self.settings.openai_port)
 
     def sync(self, workdir: Path = Path(), files: Sequence[str] | None = None) -> Sent:
         """Bring the cluster's copy of `workdir` up to date: what changed, and what is gone.
@@ -113,7 +129,7 @@ class Cluster:
 
     def run(self, command: str) -> Run:
         """Start `command` beside the server, in the workdir with its environment active."""
-        endpoints = Endpoints.on_loopback(self.settings.port, self.settings.openai_port)
+        endpoints = Endpoints.on_loopback(*self.ports)
         return self.provider.run(
             self.name, _PROLOGUE + command, endpoints.exports(), self.settings.secrets()
         )
@@ -172,13 +188,11 @@ class Cluster:
         """
         return checkpoints.pull(self.provider, self.name, to, progress)
 
-    @contextlib.contextmanager
-    def tunnel(self, port: int = 0, openai_port: int = 0) -> Iterator[Endpoints]:
+    def tunnel(
+        self, port: int = 0, openai_port: int = 0
+    ) -> contextlib.AbstractContextManager[Endpoints]:
         """Make both ports of the server reachable on this machine; 0 is any free port."""
-        settings = self.settings
-        wanted = {settings.port: port, settings.openai_port: openai_port}
-        with self.provider.tunnel(self.name, wanted) as local:
-            yield Endpoints.on_loopback(local[settings.port], local[settings.openai_port])
+        return self._tunnel(self.ports, port, openai_port)
 
     def status(self) -> ClusterInfo | None:
         """The cluster as its provider sees it, or None."""
@@ -225,6 +239,14 @@ class Cluster:
         self.provider.down(self.name)
         return pulled, spent
 
+    @contextlib.contextmanager
+    def _tunnel(
+        self, ports: tuple[int, int], port: int = 0, openai_port: int = 0
+    ) -> Iterator[Endpoints]:
+        wanted = dict(zip(ports, (port, openai_port), strict=True))
+        with self.provider.tunnel(self.name, wanted) as local:
+            yield Endpoints.on_loopback(*(local[port] for port in ports))
+
     def _server(self) -> Run | None:
         status = self.status()
         if status is None or status.status != "up":
@@ -266,23 +288,8 @@ class Cluster:
                     time.sleep(0.3)
                 status = self._run(run_id).status
                 if status.over:
-                    raise self._ended_early(run_id)
+                    raise ended_early(self.provider, self.name, run_id)
                 where = "waits for its turn" if status is RunStatus.PENDING else "is being set up"
                 progress(f"The server {where} ({time.monotonic() - started:.0f} s)")
                 if log is not None and status is not RunStatus.PENDING:
                     showing.start(log)
-
-    def _ended_early(self, run_id: str) -> ProviderError:
-        out = io.StringIO()
-        self.provider.logs(self.name, run_id, follow=False, tail=20, out=out)
-        lines = [line.strip() for line in out.getvalue().splitlines() if line.strip()]
-        see = f"See why with `launcher logs {run_id} -c {self.name}`"
-        if any(SETUP_FAILED in line for line in lines):
-            return ProviderError(
-                f"The setup of cluster `{self.name}` failed",
-                hint=f"{see}, mend it and launch again, or `launcher down -c {self.name}`",
-            )
-        last = f"`{lines[-1]}`" if lines else "it wrote nothing"
-        return ProviderError(
-            f"The server of cluster `{self.name}` ended before it was healthy: {last}", hint=see
-        )

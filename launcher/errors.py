@@ -8,6 +8,7 @@ LauncherError
 ├── NoCapacity        nobody has the machine that was asked for
 ├── ProviderError     SkyPilot, or the local sandbox, failed
 ├── RemoteError       a command or transfer on the cluster failed
+│   └── Unreachable   the connection to it did not open, or broke off
 └── DamagedCheckpoint a pulled file does not match its sha256
 """
 
@@ -44,6 +45,10 @@ class ProviderError(LauncherError):
 
 class RemoteError(LauncherError):
     hint = "Check that the cluster answers with `ssh art`"
+
+
+class Unreachable(RemoteError):
+    pass
 
 
 class DamagedCheckpoint(LauncherError):

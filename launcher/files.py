@@ -24,8 +24,11 @@ def select(workdir: Path) -> list[str]:
     return _not_ignored(workdir, *(f"--exclude={pattern}" for pattern in _NEVER))
 
 
-def refuse_open_secrets(workdir: Path) -> None:
-    """Stop before SkyPilot, which knows the ignore files only, sends `.env` along."""
+def refuse_open_secrets(given: object) -> None:
+    """Stop before SkyPilot, which knows the ignore files only, sends a workdir's `.env` along."""
+    if not isinstance(given, str):
+        return  # none, or one that SkyPilot takes from git
+    workdir = Path(given)
     if (workdir / ".env").is_file() and _not_ignored(workdir, "--", ".env"):
         which = SKYIGNORE if (workdir / SKYIGNORE).is_file() else ".gitignore"
         raise TaskError(

@@ -36,8 +36,11 @@ class Lease:
             )
 
     @property
-    def given(self) -> bool:
-        return self != Lease()
+    def options(self) -> list[str]:
+        """What was given, as on the command line."""
+        given = {"--max-hours": self.max_hours, "--idle-minutes": self.idle_minutes}
+        given |= {"--max-cost": self.max_cost, "--no-lease": self.off or None}
+        return [option for option, value in given.items() if value is not None]
 
     def envs(self, settings: Settings) -> dict[str, str]:
         """The variables that win over those of the task."""

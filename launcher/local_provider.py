@@ -8,7 +8,6 @@ A run is a process in its own session, so that it outlives the launcher and `dow
 """
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -17,10 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from launcher.errors import ClusterNotFound, LauncherError, ProviderError, RunNotFound, TaskError
+from launcher.errors import ClusterNotFound, LauncherError, ProviderError, RunNotFound
 from launcher.files import copy_if_new, forgotten, remember, same, select, size
-from launcher.local_runs import born, end, read_run, show
+from launcher.local_runs import born, end, make_run, read_run, show
+from launcher.local_tasks import mount, refuse
 from launcher.provider import (
+    RUN,
     SETUP_FAILED,
     WORKDIR,
     Check,
@@ -54,7 +55,7 @@ class LocalProvider:
                 f"`{arguments[0]}` means nothing to a local cluster",
                 hint="Leave it out, or leave `--local` out",
             )
-        _refuse(task)
+        refuse(task)
         if task.max_cost is not None:
             raise LauncherError(
                 "A local cluster costs nothing, so `--max-cost` means nothing to it",
@@ -70,12 +71,15 @@ class LocalProvider:
         workdir = Path(task.config.get("workdir") or ".")
         self._sync(name, workdir, select(workdir))
         for target, source in (task.config.get("file_mounts") or {}).items():
-            _mount(Path(source).expanduser(), home, target)
+            mount(Path(source).expanduser(), home, target)
         # Setup is part of the run, as with SkyPilot: `logs` shows it and its failure ends the run.
         scripts = [task.config[part] for part in ("setup", "run") if task.config.get(part)]
         started = self._start(name, task.name, scripts, task.envs, task.secrets)
         reachable()
         return started
+
+    def resume(self, name: str) -> Run | None:
+        return None  # a launch ends with whoever asked for it
 
     def clusters(self) -> list[ClusterInfo]:
         if not self.root.is_dir():
@@ -88,7 +92,7 @@ class LocalProvider:
     def run(
         self, name: str, command: str, envs: Mapping[str, str], secrets: Mapping[str, str]
     ) -> Run:
-        return self._start(self._existing(name).name, "run", [command], envs, secrets)
+        return self._start(self._existing(name).name, RUN, [command], envs, secrets)
 
     def runs(self, name: str) -> list[Run]:
         self._existing(name)
@@ -181,6 +185,9 @@ class LocalProvider:
         began = first.stat().st_mtime if first.is_file() else time.time()
         return Cost(0.0, 0.0, (time.time() - began) / 3600, None)
 
+    def ports_record(self, name: str) -> Path:
+        return self.root / name / "ports.json"
+
     def checks(self) -> list[Check]:
         return []  # this machine is all it needs
 
@@ -205,10 +212,7 @@ class LocalProvider:
         secrets: Mapping[str, str],
     ) -> Run:
         home = self.root / name / "home"
-        run_id = str(len(self._runs_or_none(name)) + 1)
-        directory = self.root / name / "runs" / run_id
-        directory.mkdir(parents=True)
-        (directory / "about.json").write_text(json.dumps({"name": label}))
+        directory = make_run(self.root / name / "runs", label)
         # Files of their own: `set -e` would be off in `( setup ) && ( run )`.
         for number, script in enumerate(scripts):
             (directory / f"{number}.sh").write_text(script)
@@ -236,7 +240,7 @@ class LocalProvider:
         )
         pid = int(started.stdout)
         (directory / "pid").write_text(f"{pid} {born(pid)}")
-        return Run(run_id, label, RunStatus.RUNNING)
+        return Run(directory.name, label, RunStatus.RUNNING)
 
     def workdir(self, name: str) -> Path:
         """Where the workdir's copy of a cluster is; the server's state is `.art` in it."""
@@ -252,8 +256,9 @@ class LocalProvider:
 
     def _runs_or_none(self, name: str) -> list[Run]:
         runs = self.root / name / "runs"
-        numbered = sorted(runs.iterdir(), key=lambda path: int(path.name)) if runs.is_dir() else []
-        return [read_run(path) for path in numbered]
+        # One that another command is about to make says nothing of itself yet.
+        told = [path.parent for path in runs.glob("*/about.json")]
+        return [read_run(path) for path in sorted(told, key=lambda path: int(path.name))]
 
     def _run_directory(self, name: str, run_id: str) -> Path:
         directory = self._existing(name) / "runs" / run_id
@@ -267,32 +272,3 @@ class LocalProvider:
     def _status(self, name: str) -> str:
         running = any(not run.status.over for run in self._runs_or_none(name))
         return "up" if running else "stopped"
-
-
-def _refuse(task: Task) -> None:
-    """Name what a task asks for and this machine cannot give."""
-    config = task.config
-    wanted = [f"`{key}`" for key in ("volumes", "config") if config.get(key)]
-    if (config.get("num_nodes") or 1) != 1:
-        wanted.append(f"{config['num_nodes']} nodes")
-    if "accelerators" in json.dumps(config.get("resources") or {}):
-        wanted.append("GPUs")
-    mounts = (config.get("file_mounts") or {}).items()
-    wanted += [f"the bucket at `{target}`" for target, source in mounts if isinstance(source, dict)]
-    if wanted:
-        raise TaskError(
-            f"`{task.path}` asks for {wanted[0]}, and a local cluster has none",
-            hint="Use `sky/art-cpu.yaml`, unset `ART_BUCKET`, or leave `--local` out",
-        )
-
-
-def _mount(source: Path, home: Path, target: str) -> None:
-    if not source.exists():
-        raise TaskError(f"There is no `{source}` to mount at `{target}`")
-    path = (home / target.removeprefix("~/")).resolve()
-    if not path.is_relative_to(home.resolve()):
-        raise TaskError(
-            f"`{target}` is outside the sandbox of a local cluster", hint="Mount it below `~/`"
-        )
-    for file in source.rglob("*") if source.is_dir() else [source]:
-        copy_if_new(file, path / file.relative_to(source) if source.is_dir() else path)

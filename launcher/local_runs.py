@@ -1,6 +1,7 @@
 """Runs of a local cluster: a directory each, and a process group while it is alive."""
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -11,6 +12,20 @@ from pathlib import Path
 from typing import TextIO
 
 from launcher.provider import Run, RunStatus
+
+
+def make_run(runs: Path, label: str) -> Path:
+    """The directory of a new run, by the next number that no other command takes meanwhile."""
+    runs.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(len(list(runs.iterdir())) + 1):
+        directory = runs / str(number)
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir()
+            break
+    about = directory / "about.new"
+    about.write_text(json.dumps({"name": label}))
+    about.rename(directory / "about.json")
+    return directory
 
 
 def read_run(directory: Path) -> Run:

@@ -63,8 +63,7 @@ exit $code
 def start(task: Task, command: str, settings: Settings, *, state_dir: str | None) -> str:
     """Start `command` beside the task's server on a cluster of its own; returns the run's id."""
     config = _config(task, command, settings, state_dir)
-    if workdir := config.get("workdir"):
-        refuse_open_secrets(Path(workdir))
+    refuse_open_secrets(config.get("workdir"))
     skypilot = sky()
     with translated(task.name):
         job = skypilot.Task.from_yaml_config(

@@ -18,6 +18,8 @@ STATE_DIR = f"{WORKDIR}/.art"
 """Where `trainer serve` keeps its checkpoints, below the home of a cluster."""
 SERVER = "server"
 """In place of a run's id: the newest run of the task itself."""
+RUN, SETUP = "run", "launcher-setup"
+"""Names of runs that are not the task itself: a command beside it, and a setup that comes first."""
 SETUP_FAILED = "The setup failed"
 """What a server's log says where its setup did not end well, and the server did not start."""
 
@@ -47,7 +49,7 @@ def id_of(run_id: str | None, cluster: str, runs: Sequence[Run]) -> str:
     """The id of the run that is asked for: None is the newest, `SERVER` that of the task itself."""
     if run_id is not None and run_id != SERVER:
         return run_id
-    wanted = [run for run in runs if run_id is None or run.name != "run"]
+    wanted = [run for run in runs if run_id is None or run.name != RUN]
     if not wanted:
         raise RunNotFound(f"Cluster `{cluster}` has no {run_id or 'run'} yet")
     return wanted[-1].id
@@ -55,7 +57,8 @@ def id_of(run_id: str | None, cluster: str, runs: Sequence[Run]) -> str:
 
 def live_server(runs: Sequence[Run]) -> Run | None:
     """The run of the task itself if it is alive: the first of those that are."""
-    return next((run for run in runs if run.name != "run" and not run.status.over), None)
+    alive = (run for run in runs if not run.status.over)
+    return next((run for run in alive if run.name not in (RUN, SETUP)), None)
 
 
 @dataclass(frozen=True)
@@ -135,6 +138,9 @@ class Provider(Protocol):
         None when they asked for a rehearsal that starts nothing.
         """
 
+    def resume(self, name: str) -> Run | None:
+        """Wait for a launch that goes on without whoever asked for it; the server it started."""
+
     def clusters(self) -> list[ClusterInfo]:
         """All clusters of this provider."""
 
@@ -205,6 +211,9 @@ class Provider(Protocol):
 
     def cost(self, name: str) -> Cost:
         """What the cluster cost so far."""
+
+    def ports_record(self, name: str) -> Path:
+        """The file of this machine where the ports of a cluster are noted; gone with it."""
 
     def checks(self) -> list[Check]:
         """What this provider needs to work, and whether it is there."""

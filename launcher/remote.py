@@ -17,7 +17,7 @@ from typing import TextIO
 
 from kit.errors import NotInstalled
 from launcher import rsync
-from launcher.errors import RemoteError
+from launcher.errors import RemoteError, Unreachable
 from launcher.forward import Forward
 from launcher.provider import Progress, Sent
 
@@ -73,7 +73,7 @@ class Remote:
                 hint=self._hint,
             ) from exc
         except (SSHException, OSError, EOFError) as exc:
-            raise RemoteError(
+            raise Unreachable(
                 f"Cluster `{self.cluster}` does not answer: {exc}", hint=self._hint
             ) from exc
         return str(result.stdout)
@@ -170,7 +170,7 @@ class Remote:
         deadline = time.monotonic() + 60
         while not all(_answers(port) for port in ports):
             if not forward.alive or time.monotonic() > deadline:
-                raise RemoteError(
+                raise Unreachable(
                     f"The tunnel to cluster `{self.cluster}` did not open", hint=self._hint
                 )
             time.sleep(0.2)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import IO
 
 from kit.errors import NotInstalled
-from launcher.errors import RemoteError
+from launcher.errors import RemoteError, Unreachable
 
 _VANISHED = 24  # a file went away while it was sent; the manifest tells whether it mattered
 _PROGRESS = re.compile(r"^\s*([\d,]+)\s+(\d+)%")
@@ -78,7 +78,7 @@ def _fail(errors: str, code: int, cluster: str, place: str) -> None:
         )
     lines = [line for line in errors.splitlines() if line.strip()]
     why = next((line for line in lines if line.startswith("rsync")), f"rsync exited {code}")
-    raise RemoteError(
+    raise Unreachable(
         f"The transfer with cluster `{cluster}` broke off: {why}",
         hint="Run the command again; it goes on where it stopped",
     )

@@ -22,9 +22,13 @@ class Settings(Config):
     """Port of the control API on the cluster."""
     openai_port: Annotated[int, Env("ART_OPENAI_PORT")] = Field(8000, ge=1, le=65535)
     """Port of the OpenAI API on the cluster."""
-    max_hours: Annotated[float | None, Env("ART_MAX_HOURS")] = Field(None, ge=0)
+    max_hours: Annotated[float | None, Env("ART_MAX_HOURS")] = Field(
+        None, ge=0, allow_inf_nan=False
+    )
     """Hours after which the server exits; the task's own when not given."""
-    idle_minutes: Annotated[float | None, Env("ART_IDLE_MINUTES")] = Field(None, ge=0)
+    idle_minutes: Annotated[float | None, Env("ART_IDLE_MINUTES")] = Field(
+        None, ge=0, allow_inf_nan=False
+    )
     """Minutes without work after which the server exits; the task's own when not given."""
     bucket: Annotated[str | None, Env("ART_BUCKET")] = Field(None, pattern=r"^[a-z0-9]+://.+")
     """Bucket that keeps the checkpoints, such as `s3://my-bucket`."""
@@ -44,8 +48,11 @@ class Settings(Config):
     """Bearer token of the server."""
 
     def envs(self) -> dict[str, str]:
-        """What every task gets: the given ones of those that are no secret, and the ports."""
-        values = {name: getattr(self, field) for field, name in variables(Settings).items()}
+        """What every task gets: the given ones of those that are no secret."""
+        known = variables(Settings)
+        values = {
+            known[field]: getattr(self, field) for field in known if field in self.model_fields_set
+        }
         own = {"LAUNCHER_CLUSTER", "ART_BUCKET"}  # for the laptop only
         return {
             name: format(value, "g") if isinstance(value, float) else str(value)

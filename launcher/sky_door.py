@@ -97,12 +97,18 @@ def parse(launch: Any, arguments: list[str]) -> Any:
     import click
 
     try:
-        return launch.make_context("sky launch", arguments)
+        context = launch.make_context("sky launch", arguments)
     except click.ClickException as exc:
         raise LauncherError(
             f"`sky launch` does not take these arguments: {exc.format_message()}",
             hint="See what it takes with `sky launch --help`",
         ) from exc
+    if context.params["async_call"]:
+        raise LauncherError(
+            "`--async` would leave before the server starts, which `launcher up` does itself",
+            hint="Leave it out; what was interrupted goes on with the next `launcher up`",
+        )
+    return context
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from launcher import scripts, sky_runs
 from launcher.errors import LauncherError, ProviderError
 from launcher.files import remember, select
 from launcher.lease import hours_within
-from launcher.provider import Cost, Run, RunStatus, live_server
+from launcher.provider import SETUP, Cost, Run, RunStatus, live_server
 from launcher.room import with_room
 from launcher.sky_door import ANY, launch_command, parse, sky, translated
 from launcher.state import sent_record
@@ -34,8 +34,6 @@ def launch(
     would leave no room for a run, where the price of the cluster decides how long the server may
     live, where several machines are to be set up first, and where the cluster is there already.
     """
-    if earlier := _resume(name):
-        return earlier
     command, record = launch_command(), _record(name)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / f"{task.path.stem}.yaml"
@@ -49,8 +47,10 @@ def launch(
         config = {key: value for key, value in task.config.items() if key not in ("run", "setup")}
         # SkyPilot lets no machine start before every one is set up; one script cannot.
         apart = setup is not None and nodes > 1
+        setting_up = _setting_up(name) if apart and record is not None else None
         if apart:
             config["setup"] = setup
+            context.params["name"] = SETUP  # of its job, which nobody takes for the server then
         resources = None
         if record is None and not apart and task.max_cost is None:
             resources = with_room(task.config.get("resources") or {}, given, _clouds)
@@ -58,22 +58,40 @@ def launch(
             run = scripts.server(task.config["run"], setup, envs, hours_include_setup=False)
             config |= {**job, "resources": resources, "run": run}
         path.write_text(yaml.safe_dump(config, sort_keys=False))
-        _invoke(name, command, context)
-    if given["dryrun"] or given["async_call"]:
+        if setting_up is None:
+            _invoke(name, command, context)
+    if given["dryrun"]:
         return None
     reachable()
-    if workdir := task.config.get("workdir"):
+    workdir = task.config.get("workdir")
+    if isinstance(workdir, str):  # else it is a git repository, of which nothing was sent
         remember(sent_record(name), Path(workdir), select(Path(workdir)))
     if resources is not None:
         return _launched(name, job["name"])
     if apart:
-        _wait_for_setup(name)
+        _wait_for_setup(name, setting_up or _launched(name, SETUP))
         setup = None
     dollars = task.max_cost
     if dollars is not None:
         envs["ART_MAX_HOURS"] = _hours_within(cost(name), dollars, envs)
     run = scripts.server(task.config["run"], setup, envs, hours_include_setup=dollars is not None)
     return sky_runs.start(name, {**job, "resources": _share(name), "run": run}, envs, secrets)
+
+
+def resume(name: str) -> Run | None:
+    """See `Provider.resume`.
+
+    SkyPilot finishes what it was asked for, and a second launch beside it starts a second server.
+    """
+    skypilot, asked = sky(), _requests(name)
+    if not asked:
+        return None
+    for request in asked:
+        with contextlib.suppress(LauncherError), translated(name):
+            skypilot.stream_and_get(request)
+    with contextlib.suppress(LauncherError):  # it came to nothing: this launch says why
+        return live_server(sky_runs.runs(name))
+    return None
 
 
 def _own_arguments(name: str, task: Task, path: Path) -> list[str]:
@@ -87,22 +105,6 @@ def _skips_setup(given: Mapping[str, Any], record: Mapping[str, Any] | None) -> 
     """As `sky launch` does; `--fast` means a cluster that is up."""
     up = record is not None and record["status"].value == "UP"
     return bool(given["no_setup"] or (given["fast"] and up))
-
-
-def _resume(name: str) -> Run | None:
-    """Wait for a launch that goes on without whoever asked for it; the server that it started.
-
-    SkyPilot finishes what it was asked for, and a second launch beside it starts a second server.
-    """
-    skypilot, asked = sky(), _requests(name)
-    if not asked:
-        return None
-    for request in asked:
-        with contextlib.suppress(LauncherError), translated(name):
-            skypilot.stream_and_get(request)
-    with contextlib.suppress(LauncherError):  # it came to nothing: this launch says why
-        return live_server(sky_runs.runs(name))
-    return None
 
 
 def _requests(name: str, **which: Any) -> list[str]:
@@ -156,11 +158,19 @@ def _hours_within(cost: Cost, max_cost: float, envs: Mapping[str, str]) -> str:
     return format(left, "g")
 
 
-def _wait_for_setup(name: str) -> None:
-    """Show the newest job, which is the setup, to its end."""
+def _setting_up(name: str) -> Run | None:
+    """The setup of a launch whose launcher did not live to start the server after it."""
+    with contextlib.suppress(LauncherError):  # not up: this launch makes it so, or says why
+        alive = [run for run in sky_runs.runs(name) if not run.status.over]
+        return next((run for run in alive if run.name == SETUP), None)
+    return None
+
+
+def _wait_for_setup(name: str, run: Run) -> None:
+    """Show the setup to its end."""
     skypilot = sky()
     with translated(name):
-        code = skypilot.tail_logs(name, None, follow=True, output_stream=sys.stderr)
+        code = skypilot.tail_logs(name, int(run.id), follow=True, output_stream=sys.stderr)
     if code:
         raise ProviderError(
             f"The setup of cluster `{name}` failed",

@@ -2,17 +2,17 @@
 
 import contextlib
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from launcher import scripts, sky_launch, sky_runs
-from launcher.errors import ClusterNotFound, LauncherError
+from launcher.errors import ClusterNotFound, LauncherError, ProviderError, Unreachable
 from launcher.files import forgotten, refuse_open_secrets, remember
-from launcher.provider import WORKDIR, Check, ClusterInfo, Cost, Progress, Run, Sent
+from launcher.provider import RUN, WORKDIR, Check, ClusterInfo, Cost, Progress, Run, Sent
 from launcher.remote import Remote
 from launcher.sky_door import ANY, forget_alias, sky, translated, write_alias
-from launcher.state import sent_record
+from launcher.state import home, sent_record
 from launcher.task import Task
 
 _UPLOADS_S = 1800
@@ -30,9 +30,11 @@ class SkyProvider:
         *,
         reachable: Callable[[], None] = lambda: None,
     ) -> Run | None:
-        if workdir := task.config.get("workdir"):
-            refuse_open_secrets(Path(workdir))
+        refuse_open_secrets(task.config.get("workdir"))
         return sky_launch.launch(name, task, arguments, reachable=reachable, cost=self.cost)
+
+    def resume(self, name: str) -> Run | None:
+        return sky_launch.resume(name)
 
     def clusters(self) -> list[ClusterInfo]:
         skypilot = sky()
@@ -52,15 +54,16 @@ class SkyProvider:
         self, name: str, command: str, envs: Mapping[str, str], secrets: Mapping[str, str]
     ) -> Run:
         # One CPU and no GPU: a job that wants the server's would wait for it for ever.
-        config = {"name": "run", "resources": {"cpus": 1}, "run": scripts.run(command)}
+        config = {"name": RUN, "resources": {"cpus": 1}, "run": scripts.run(command)}
         return sky_runs.start(name, config, envs, secrets)
 
     def runs(self, name: str) -> list[Run]:
         return sky_runs.runs(name)
 
     def exit_code(self, name: str, run_id: str) -> int:
-        text = Remote(name).run(f"cat ~/{scripts.EXIT_CODES}/{int(run_id)} 2>/dev/null || echo 1")
-        return int(text)
+        file = f"~/{scripts.EXIT_CODES}/{int(run_id)}"
+        with self._reached(name) as remote:
+            return int(remote.run(f"cat {file} 2>/dev/null || echo 1"))
 
     def logs(self, name: str, run_id: str | None, *, follow: bool, tail: int, out: TextIO) -> None:
         sky_runs.logs(name, run_id, follow=follow, tail=tail, out=out)
@@ -68,7 +71,8 @@ class SkyProvider:
     def read(self, name: str, path: str, *, follow: bool, tail: int, out: TextIO) -> None:
         lines = f"--lines={tail or '+1'}"
         follow_on = "--follow=name --retry" if follow else ""
-        Remote(name).run(f"tail {lines} {follow_on} {shlex.quote(path)}", out=out)
+        with self._reached(name) as remote:
+            remote.run(f"tail {lines} {follow_on} {shlex.quote(path)}", out=out)
 
     def writing(
         self, name: str, path: str
@@ -86,21 +90,20 @@ class SkyProvider:
         checksum: bool,
         progress: Progress,
     ) -> None:
-        self._require(name)
-        Remote(name).fetch(source, to, patterns, checksum=checksum, progress=progress)
+        with self._reached(name) as remote:
+            remote.fetch(source, to, patterns, checksum=checksum, progress=progress)
 
     def sync(self, name: str, workdir: Path, files: Sequence[str]) -> Sent:
-        self._require(name)
         gone = forgotten(sent_record(name), workdir, files)
-        sent = Remote(name).send(workdir, WORKDIR, files, gone)
+        with self._reached(name) as remote:
+            sent = remote.send(workdir, WORKDIR, files, gone)
         remember(sent_record(name), workdir, files)
         return sent
 
-    def tunnel(
-        self, name: str, ports: Mapping[int, int]
-    ) -> contextlib.AbstractContextManager[Mapping[int, int]]:
-        self._require(name)
-        return Remote(name).tunnel(ports)
+    @contextlib.contextmanager
+    def tunnel(self, name: str, ports: Mapping[int, int]) -> Iterator[Mapping[int, int]]:
+        with self._reached(name) as remote, remote.tunnel(ports) as local:
+            yield local
 
     def cancel(self, name: str, run_id: str) -> None:
         skypilot = sky()
@@ -122,10 +125,38 @@ class SkyProvider:
             return float(Remote(name).run(f"cat ~/{scripts.LEASE_ENDS}"))
         return None
 
+    def ports_record(self, name: str) -> Path:
+        return home() / "ports" / f"{name}.json"
+
     def checks(self) -> list[Check]:
         from launcher.sky_checks import checks
 
         return checks()
+
+    @contextlib.contextmanager
+    def _reached(self, name: str) -> Iterator[Remote]:
+        """The head of a cluster. Where it does not answer, SkyPilot is asked whether it is there.
+
+        A cluster that tore itself down leaves its alias behind.
+        """
+        self._require(name)
+        try:
+            yield Remote(name)
+        except Unreachable as error:
+            found = next((it for it in self.clusters() if it.name == name), None)
+            if found is None:
+                forget_alias(name)
+                raise ClusterNotFound(
+                    f"Cluster `{name}` is gone: somebody ended it, or its lease did",
+                    hint=f"Launch it again with `launcher up -c {name}`",
+                ) from error
+            if found.status != "up":
+                raise ProviderError(
+                    f"Cluster `{name}` is not up but {found.status}",
+                    hint=f"Finish it with `launcher up -c {name}`, or end it with "
+                    f"`launcher down -c {name}`",
+                ) from error
+            raise
 
     def _require(self, name: str) -> None:
         """The alias is written when a cluster is up and goes with it, and asking it is quick.
@@ -146,7 +177,8 @@ class SkyProvider:
             graceful = any(_has_uploads(record) for record in records)
             skypilot.get(skypilot.down(name, graceful=graceful, graceful_timeout=_UPLOADS_S))
         forget_alias(name)
-        sent_record(name).unlink(missing_ok=True)
+        for record in (sent_record(name), self.ports_record(name)):
+            record.unlink(missing_ok=True)
 
 
 def _status(record: Mapping[str, Any]) -> str:

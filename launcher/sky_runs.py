@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from launcher.errors import RemoteError, RunNotFound
-from launcher.provider import SERVER, Run, RunStatus, id_of
+from launcher.provider import RUN, SERVER, Run, RunStatus, id_of
 from launcher.remote import Remote
 from launcher.sky_door import reading, sky, translated
 
@@ -99,7 +99,7 @@ def _read(name: str, run_id: str | None, lines: str) -> tuple[str | None, str]:
     if not remote.ssh_config.is_file():
         return None, ""
     logs = f"{int(run_id)}-*" if run_id is not None and run_id != SERVER else "[0-9]*-*"
-    only = "| grep -vxE '[0-9]+-run'" if run_id == SERVER else ""
+    only = f"| grep -vxE '[0-9]+-{RUN}'" if run_id == SERVER else ""
     try:
         told = remote.run(
             "cd ~/sky_logs || exit\n"

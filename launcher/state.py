@@ -1,7 +1,8 @@
-"""What this machine remembers of a cluster: what went there, and that it is being launched."""
+"""What this machine remembers of a cluster: what went there, its ports, who launches it."""
 
 import contextlib
 import fcntl
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -31,6 +32,21 @@ def remember_secrets(cluster: str, names: Iterable[str]) -> None:
 
 def _secret_names(cluster: str) -> Path:
     return home() / "secrets" / cluster
+
+
+def note_ports(record: Path, ports: tuple[int, int]) -> None:
+    """Note in `record` where a server listens on its cluster."""
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.write_text(json.dumps(ports))
+
+
+def noted_ports(record: Path) -> tuple[int, int] | None:
+    """What was noted there; None where the cluster was not launched from here."""
+    try:
+        port, openai_port = json.loads(record.read_text())
+    except FileNotFoundError:
+        return None
+    return int(port), int(openai_port)
 
 
 @contextlib.contextmanager

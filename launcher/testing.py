@@ -66,6 +66,9 @@ class FakeProvider:
         reachable()
         return self._runs[name][-1]
 
+    def resume(self, name: str) -> Run | None:
+        return None
+
     def clusters(self) -> list[ClusterInfo]:
         return [ClusterInfo(name, self.status, "nowhere") for name in self._runs]
 
@@ -98,6 +101,7 @@ class FakeProvider:
         return self._runs[name]
 
     def exit_code(self, name: str, run_id: str) -> int:
+        self.runs(name)
         return self.code
 
     def logs(self, name: str, run_id: str | None, *, follow: bool, tail: int, out: TextIO) -> None:
@@ -160,12 +164,16 @@ class FakeProvider:
         self.runs(name)
         return self.spent
 
+    def ports_record(self, name: str) -> Path:
+        return Path.home() / f"fake-{name}-ports.json"
+
     def checks(self) -> list[Check]:
         return [Check("fake", True, "it is there")]
 
     def down(self, name: str) -> None:
         self.ended.append(name)
         self._runs.pop(name, None)
+        self.ports_record(name).unlink(missing_ok=True)
 
 
 def _record() -> Path:

@@ -57,7 +57,8 @@ def main(epochs: int, seed: int) -> None:
         patience = ", some minutes on two cores" if wanted.size == "tiny" else ""
         kit.cli.note(f"The backend is up; training `{model}` on puzzles{patience}")
         state = provider.workdir(cluster.name) / ".art"
-        ports = ("--port", str(settings.port), "--openai-port", str(settings.openai_port))
+        port, openai_port = map(str, cluster.ports)
+        ports = ("--port", port, "--openai-port", openai_port)
         asked = ("--state-dir", str(state), "--size", wanted.size, "--base-model", model)
         length = ("--epochs", str(epochs), "--seed", str(seed))
         quickstart.main([*ports, *asked, *length], standalone_mode=False)

@@ -9,6 +9,7 @@ import pwd
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,8 @@ def test_a_cluster_that_is_not_there_is_named(provider: Provider, tmp_path: Path
         lambda: provider.run("absent", "true", {}, {}),
         lambda: provider.sync("absent", tmp_path, []),
         lambda: provider.cost("absent"),
+        lambda: provider.exit_code("absent", "1"),
+        lambda: provider.read("absent", "x", follow=False, tail=0, out=io.StringIO()),
         lambda: provider.fetch("absent", STATE_DIR, Path("x"), [], checksum=False, progress=quiet),
         lambda: provider.tunnel("absent", {1: 1}).__enter__(),
     ):
@@ -199,6 +202,16 @@ def test_local_ends_the_processes_of_its_runs(local: LocalProvider) -> None:
         os.kill(pid, 0)
 
 
+def test_local_runs_that_start_at_once_have_ids_of_their_own(local: LocalProvider) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        runs = list(pool.map(lambda number: local.run("art", f"echo {number}", {}, {}), range(8)))
+    assert sorted(int(run.id) for run in runs) == list(range(2, 10))
+    for number, run in enumerate(runs):
+        out = io.StringIO()
+        local.logs("art", run.id, follow=True, tail=0, out=out)
+        assert out.getvalue() == f"{number}\n"
+
+
 def test_local_tells_the_exit_code_and_follows_to_the_end(local: LocalProvider) -> None:
     run = local.run("art", "echo one; sleep 0.3; echo two; exit 7", {}, {})
     out = io.StringIO()
@@ -226,7 +239,7 @@ def test_local_names_what_failed_before_the_server_was_healthy(
     ports = Settings.model_validate({"port": free_port(), "openai_port": free_port()})
     cluster = Cluster("art", provider=provider, settings=ports)
     with pytest.raises(ProviderError, match=sentence) as error:
-        cluster.up(Task.load(task.path, Settings()), every=0.2, log=shown)
+        cluster.up(Task.load(task.path, ports), every=0.2, log=shown)
     assert error.value.hint and "launcher logs 1 -c art" in error.value.hint
     provider.down("art")
 
@@ -251,12 +264,14 @@ def test_local_pulls_finished_checkpoints_only(local: LocalProvider, tmp_path: P
         ("num_nodes: 2", "2 nodes"),
         ("file_mounts: {~/x: {source: s3://b, mode: MOUNT_CACHED}}", "the bucket at `~/x`"),
         ("volumes: {/mnt: v}", "`volumes`"),
+        ("workdir: {url: 'https://example.com/x.git'}", "a `workdir` from git"),
     ],
 )
 def test_local_refuses_by_name_what_it_cannot_give(
     task: Task, tmp_path: Path, change: str, named: str
 ) -> None:
-    task.path.write_text(TASK.replace("resources: {cpus: 3, memory: 2}\n", "") + change)
+    rest = TASK.replace("resources: {cpus: 3, memory: 2}\n", "").replace("workdir: work\n", "")
+    task.path.write_text(rest + change)
     with pytest.raises(TaskError, match=named):
         LocalProvider(tmp_path / "c").launch("art", Task.load(task.path, Settings()), [])
     with pytest.raises(LauncherError, match="--gpus"):

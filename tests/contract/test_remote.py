@@ -12,8 +12,8 @@ import pytest
 
 from kit.manifest import write_manifest
 from launcher.checkpoints import pull
-from launcher.errors import RemoteError
-from launcher.provider import STATE_DIR
+from launcher.errors import ClusterNotFound, ProviderError, RemoteError, Unreachable
+from launcher.provider import STATE_DIR, ClusterInfo
 from launcher.remote import Remote, free_port
 from launcher.sky_provider import SkyProvider
 
@@ -53,6 +53,7 @@ def test_a_pull_goes_on_after_the_connection_was_lost(
     write_manifest(step, {"step": 1})
     home = tmp_path / "home"
     monkeypatch.setenv("FAKE_SSH_CUT", str(SIZE // 2))
+    monkeypatch.setattr(SkyProvider, "clusters", lambda self: [ClusterInfo("art", "up", "")])
     with pytest.raises(RemoteError, match="broke off") as error:
         pull(SkyProvider(), "art", home, quiet)
     assert error.value.hint == "Run the command again; it goes on where it stopped"
@@ -68,6 +69,43 @@ def test_a_pull_goes_on_after_the_connection_was_lost(
     assert not list(home.rglob(".0002*"))
     assert shares == sorted(shares) and shares[-1] > 0.9
     assert (there.parents[2] / "pulled").read_text() == "p/m[1]/0001\n"
+
+
+@pytest.mark.filterwarnings("ignore")  # SkyPilot warns about its own dependencies
+@pytest.mark.parametrize(
+    ("known", "error", "sentence"),
+    [
+        ([], ClusterNotFound, "Cluster `art` is gone: somebody ended it, or its lease did"),
+        ([ClusterInfo("art", "stopped", "")], ProviderError, "is not up but stopped"),
+        ([ClusterInfo("art", "up", "")], Unreachable, "broke off"),
+    ],
+)
+def test_where_a_cluster_does_not_answer_skypilot_says_whether_it_is_there(
+    known: list[ClusterInfo],
+    error: type[Exception],
+    sentence: str,
+    remote: Remote,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (Path(os.environ["PATH"].split(":")[0]) / "ssh").write_text("#!/bin/sh\nexit 255\n")
+    monkeypatch.setattr(SkyProvider, "clusters", lambda self: known)
+    with pytest.raises(error, match=sentence):
+        pull(SkyProvider(), "art", tmp_path / "home", quiet)
+    assert remote.ssh_config.is_file() == bool(known)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_dead_api_server_is_named_where_a_cluster_does_not_answer(
+    remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dead(self: SkyProvider) -> list[ClusterInfo]:
+        raise ProviderError("SkyPilot's API server does not answer")
+
+    (Path(os.environ["PATH"].split(":")[0]) / "ssh").write_text("#!/bin/sh\nexit 255\n")
+    monkeypatch.setattr(SkyProvider, "clusters", dead)
+    with pytest.raises(ProviderError, match="API server does not answer"):
+        SkyProvider().tunnel("art", {7999: 0}).__enter__()
 
 
 def test_a_cluster_that_made_nothing_yet_is_no_error(remote: Remote, tmp_path: Path) -> None:

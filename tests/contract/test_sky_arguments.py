@@ -26,3 +26,12 @@ def test_an_argument_that_sky_launch_does_not_know_is_refused_by_name() -> None:
     with pytest.raises(LauncherError, match="--nonsense") as error:
         split_arguments(["--nonsense"])
     assert error.value.hint == "See what it takes with `sky launch --help`"
+
+
+def test_a_launch_that_nobody_waits_for_is_refused_before_it_costs_anything() -> None:
+    from launcher.sky_door import split_arguments
+
+    with pytest.raises(LauncherError, match="`--async` would leave") as error:
+        split_arguments(["sky/art.yaml", "--async"])
+    assert error.value.hint
+    assert split_arguments(["--no-async"]) == ([], ["--no-async"])

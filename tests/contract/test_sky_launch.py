@@ -10,7 +10,7 @@ import yaml
 from launcher import managed, sky_launch, sky_runs
 from launcher.errors import TaskError
 from launcher.lease import Lease
-from launcher.provider import Cost, Run, RunStatus
+from launcher.provider import SETUP, Cost, Run, RunStatus, live_server
 from launcher.settings import Settings
 from launcher.sky_provider import SkyProvider
 from launcher.task import Task
@@ -36,6 +36,9 @@ class FakeSky:
         self.waited: list[str] = []
         self.launched: list[dict[str, Any]] = []
         self.executed: list[dict[str, Any]] = []
+        self.names: list[str | None] = []
+        self.jobs = {2: "run", 1: "a"}
+        self.shown: list[int] = []
 
     def get(self, request: Any) -> Any:
         return request
@@ -62,9 +65,11 @@ class FakeSky:
 
     def queue(self, name: str) -> list[Any]:
         running = SimpleNamespace(value="RUNNING")
-        return [
-            {"job_id": i, "job_name": it, "status": running} for i, it in ((2, "run"), (1, "a"))
-        ]
+        return [{"job_id": i, "job_name": it, "status": running} for i, it in self.jobs.items()]
+
+    def tail_logs(self, name: str, job_id: int, **_: Any) -> int:
+        self.shown.append(job_id)
+        return 0
 
     def from_yaml_config(self, config: Any, **_: Any) -> Any:
         return config
@@ -72,6 +77,11 @@ class FakeSky:
     def exec(self, task: Any, *, cluster_name: str) -> tuple[int, None]:
         self.executed.append(task)
         return 8, None
+
+
+def use(skypilot: FakeSky, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (sky_launch, sky_runs):
+        monkeypatch.setattr(module, "sky", lambda: skypilot)
 
 
 def launch(
@@ -84,13 +94,13 @@ def launch(
 ) -> Run | None:
     def invoke(name: str, command: Any, context: Any) -> None:
         (path,) = context.params["entrypoint"]
+        skypilot.names.append(context.params["name"])
         skypilot.launched.append(yaml.safe_load(Path(path).read_text()))
         assert ("HF_TOKEN", "hf_x") in context.params["secret"] and "hf_x" not in str(
             skypilot.launched
         )
 
-    for module in (sky_launch, sky_runs):
-        monkeypatch.setattr(module, "sky", lambda: skypilot)
+    use(skypilot, monkeypatch)
     monkeypatch.setattr(sky_launch, "_invoke", invoke)
     (tmp_path / "task.yaml").write_text(TASK.format(resources=resources))
     settings = Settings.model_validate({"hf_token": "hf_x"})
@@ -138,11 +148,12 @@ def test_two_requests_are_a_cluster_without_a_job_and_then_the_server(
 
 
 def test_a_launch_under_way_is_waited_for_and_its_server_is_the_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     skypilot = FakeSky("aws")
     skypilot.under_way = ["sky.logs", "sky.launch"]
-    assert launch(skypilot, tmp_path, monkeypatch) == Run("1", "a", RunStatus.RUNNING)
+    use(skypilot, monkeypatch)
+    assert sky_launch.resume("art") == Run("1", "a", RunStatus.RUNNING)
     assert skypilot.waited == ["sky.launch"] and skypilot.launched == []
 
 
@@ -158,6 +169,8 @@ def test_a_launch_under_way_that_fails_is_made_again(
 
     monkeypatch.setattr(skypilot, "stream_and_get", fail)
     monkeypatch.setattr(skypilot, "queue", lambda name: [])
+    use(skypilot, monkeypatch)
+    assert sky_launch.resume("art") is None
     assert launch(skypilot, tmp_path, monkeypatch) == Run("7", "task", RunStatus.PENDING)
 
 
@@ -170,3 +183,37 @@ def test_nothing_is_launched_that_would_send_the_env_file_along(tmp_path: Path) 
         SkyProvider().launch("art", task, [])
     with pytest.raises(TaskError, match="would go to the cluster"):
         managed.start(task, "true", Settings(), state_dir=None)
+
+
+def test_several_machines_are_set_up_by_a_job_that_nobody_takes_for_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skypilot = FakeSky("aws")
+    nodes = ("--num-nodes", "2", "--name", "mine")
+    run = launch(skypilot, tmp_path, monkeypatch, "{}", *nodes)
+    assert run == Run("8", "mine", RunStatus.PENDING)
+    (launched,), (executed,) = skypilot.launched, skypilot.executed
+    assert (launched["setup"], skypilot.names, skypilot.shown) == ("echo set up", [SETUP], [7])
+    assert (executed["name"], executed["num_nodes"]) == ("mine", 2)
+    assert live_server([Run("7", SETUP, RunStatus.RUNNING)]) is None
+
+
+def test_a_setup_whose_launcher_was_killed_is_waited_for_and_the_server_follows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skypilot = FakeSky("aws")
+    skypilot.launched.append({})  # by the launcher that was killed
+    skypilot.jobs = {3: SETUP, 4: "run"}
+    run = launch(skypilot, tmp_path, monkeypatch, "{}", "--num-nodes", "2")
+    assert run == Run("8", "task", RunStatus.PENDING)
+    assert (len(skypilot.launched), skypilot.shown) == (1, [3])
+    (executed,) = skypilot.executed
+    assert "echo set up" not in executed["run"] and executed["run"].endswith("echo serve")
+
+
+def test_a_workdir_from_git_goes_to_skypilot_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    skypilot, git = FakeSky("aws"), {"url": "https://example.com/x.git", "ref": "main"}
+    assert launch(skypilot, tmp_path, monkeypatch, f"{{}}\nworkdir: {git}")
+    assert skypilot.launched[0]["workdir"] == git

@@ -14,8 +14,11 @@ from kit.cli import show_error
 from kit.errors import KitError
 from kit.manifest import write_manifest
 from launcher.cli import cli
+from launcher.cluster import Cluster
 from launcher.errors import RemoteError
 from launcher.provider import Cost, Provider
+from launcher.settings import Settings
+from launcher.task import Task
 from launcher.testing import FakeProvider
 
 TASK = "name: demo\nenvs: {BASE_MODEL: tiny-random}\nsecrets: {HF_TOKEN: null}\nrun: serve\n"
@@ -83,6 +86,69 @@ def test_up_twice_starts_one_server(invoke: Invoke, provider: FakeProvider) -> N
     assert len(provider.launched) == 1
 
 
+def test_up_repeated_keeps_what_exists_and_says_what_was_not_applied(
+    invoke: Invoke, provider: FakeProvider
+) -> None:
+    Path("other.yaml").write_text(TASK.replace("demo", "other"))
+    given = ["--env", "X=y", "--env", "Y=z", "--max-hours", "2"]
+    result = invoke("up", "other.yaml", *given, provider=provider)
+    assert (result.exit_code, len(provider.launched)) == (0, 1)
+    assert (
+        "The server of cluster `art` runs already, with its first lease; not applied, since the "
+        "cluster exists: `other.yaml`, `--max-hours`, `--env`\n"
+    ) in result.stderr
+    assert "Lease:" not in result.stderr
+    same = invoke("up", "task.yaml", provider=provider).stderr
+    assert "not applied" not in same and "with its first lease\n" in same
+    assert "`--no-lease`" in invoke("up", "task.yaml", "--no-lease", provider=provider).stderr
+
+
+def test_a_launch_that_lost_its_launcher_is_taken_up_as_it_was(
+    invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(provider, "resume", lambda name: provider.runs(name)[0])
+    provider.status = "init"
+    result = invoke("up", "task.yaml", "--max-hours", "2", provider=provider)
+    assert (result.exit_code, len(provider.launched)) == (0, 1)
+    assert "not applied, since the cluster exists: `--max-hours`" in result.stderr
+
+
+def test_arguments_of_sky_launch_are_named_without_their_values(
+    provider: FakeProvider,
+) -> None:
+    told: list[str] = []
+    cluster = Cluster("art", provider=provider, settings=Settings())
+    task = Task.load(Path("task.yaml"), cluster.settings)
+    assert cluster.up(task, ["--infra", "slurm/lab", "--secret=A=b"], progress=told.append)
+    assert told[0].endswith("not applied, since the cluster exists: `--infra`, `--secret`")
+
+
+def test_the_ports_of_a_server_are_those_that_its_task_was_given(
+    invoke: Invoke, healthy_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider, ports = FakeProvider(port=healthy_port), list[dict[int, int]]()
+    open_tunnel = provider.tunnel
+    monkeypatch.setattr(
+        provider,
+        "tunnel",
+        lambda name, wanted: (ports.append(wanted), open_tunnel(name, wanted))[1],
+    )
+    Path("task.yaml").write_text(TASK.replace("tiny-random", "tiny-random, ART_OPENAI_PORT: 9000"))
+    assert invoke("up", "task.yaml", "--env", "ART_PORT=9999", provider=provider).exit_code == 0
+    assert provider.launched[0][1].envs["ART_OPENAI_PORT"] == "9000"
+    invoke("run", "true", provider=provider)
+    assert provider.started[0]["envs"] == {
+        "ART_BASE_URL": "http://127.0.0.1:9999",
+        "OPENAI_BASE_URL": "http://127.0.0.1:9000/v1",
+    }
+    assert invoke("up", "task.yaml", provider=provider).exit_code == 0  # the same server still
+    assert ports == [{9999: 0, 9000: 0}] * 2
+    invoke("down", "--yes", provider=provider)
+    monkeypatch.setenv("ART_OPENAI_PORT", "9001")  # the environment wins over the task
+    assert invoke("up", "task.yaml", provider=provider).exit_code == 0
+    assert ports[-1] == {7999: 0, 9001: 0}
+
+
 def test_up_finishes_a_half_made_cluster(invoke: Invoke, provider: FakeProvider) -> None:
     provider.status = "init"
     assert invoke("up", "task.yaml", provider=provider).exit_code == 0
@@ -96,7 +162,30 @@ def test_env_of_the_command_line_wins_over_the_environment(
     provider = FakeProvider(port=healthy_port)
     invoke("up", "task.yaml", "--env", "BASE_MODEL=from-flag", provider=provider)
     assert provider.launched[0][1].envs["BASE_MODEL"] == "from-flag"
-    assert invoke("up", "task.yaml", "--env", "BASE_MODEL", provider=provider).exit_code == 2
+    invoke("up", "task.yaml", "-c", "b", "--env", "BASE_MODEL", provider=provider)
+    assert provider.launched[1][1].envs["BASE_MODEL"] == "from-environment"
+    for wrong, why in (
+        ("ABSENT", "`ABSENT` is not set in the environment"),
+        ("1=2", "is not NAME"),
+    ):
+        result = invoke("up", "task.yaml", "--env", wrong, provider=provider)
+        assert result.exit_code == 2 and why in result.stderr
+
+
+def test_a_named_env_file_reaches_settings_task_and_secrets(
+    invoke: Invoke, healthy_port: int
+) -> None:
+    Path("task.yaml").write_text(TASK.replace("tiny-random", "tiny-random, STEPS: 3"))
+    text = "BASE_MODEL=mine\nSTEPS=5\nOPENAI_API_KEY=sk\nHF_TOKEN=hf\nWANDB_API_KEY=w\n"
+    Path("prod.env").write_text(text)
+    provider = FakeProvider(port=healthy_port)
+    assert invoke("up", "task.yaml", "--env-file", "prod.env", provider=provider).exit_code == 0
+    task = provider.launched[0][1]
+    assert (task.envs["BASE_MODEL"], task.envs["STEPS"]) == ("mine", "5")
+    assert task.secrets == {"OPENAI_API_KEY": "sk", "HF_TOKEN": "hf"}  # of ours the declared ones
+    Path("prod.env").rename(".env")  # which is there for every task, and so goes along with none
+    invoke("up", "task.yaml", "-c", "b", provider=provider)
+    assert provider.launched[1][1].secrets == {"HF_TOKEN": "hf"}
 
 
 def test_run_on_a_missing_cluster_says_what_to_do_next(invoke: Invoke) -> None:
@@ -114,6 +203,24 @@ def test_run_prints_its_id_and_knows_the_server(invoke: Invoke, provider: FakePr
         "ART_BASE_URL": "http://127.0.0.1:7999",
         "OPENAI_BASE_URL": "http://127.0.0.1:8000/v1",
     }
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("python", "train.py", "-c", "prod", "--wait"), "python train.py -c prod --wait"),
+        (("bash", "-c", "echo hi"), "bash -c 'echo hi'"),
+        (("--", "--odd", "-h"), "--odd -h"),
+        (("echo $HOME; ls",), "echo $HOME; ls"),
+        (("A=1", "env"), "A=1 env"),
+    ],
+)
+def test_run_leaves_the_options_of_the_command_alone(
+    invoke: Invoke, provider: FakeProvider, words: tuple[str, ...], line: str
+) -> None:
+    result = invoke("run", "-c", "art", *words, provider=provider)
+    assert (result.exit_code, result.stdout) == (0, "2\n")
+    assert str(provider.started[0]["command"]).endswith(f"\n{line}")
 
 
 def test_run_wait_gives_the_exit_code_of_the_command(
@@ -420,3 +527,36 @@ def test_two_launches_of_one_cluster_at_once_are_refused(invoke: Invoke, healthy
     assert result.exit_code == 1
     assert "error: Cluster `art` is being launched by another command already" in result.stderr
     assert invoke("up", "task.yaml", provider=FakeProvider(port=healthy_port)).exit_code == 0
+
+
+def test_run_tunnel_and_bundle_tell_json(
+    invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert json.loads(invoke("run", "--json", "true", provider=provider).stdout) == {
+        "id": "2",
+        "name": "run",
+    }
+    monkeypatch.setattr("launcher.endpoints.wait_for_ever", lambda *_: None)
+    address = f"http://127.0.0.1:{provider.port}"
+    assert json.loads(invoke("tunnel", "--json", provider=provider).stdout) == {
+        "control": address,
+        "openai": f"{address}/v1",
+        "variables": {"ART_BASE_URL": address, "OPENAI_BASE_URL": f"{address}/v1"},
+    }
+    told = json.loads(invoke("logs", "--json", "--bundle", "b.tar.gz", provider=provider).stdout)
+    assert told["bundle"] == "b.tar.gz" and "art/run-1-demo-running.log" in told["files"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("run", "--json", "--wait", "true"), "leave out `--json`"),
+        (("logs", "--json"), "`--json` is for `--bundle`"),
+        (("logs", "3", "--bundle", "b.tar.gz"), "leave out `3`"),
+    ],
+)
+def test_what_cannot_stand_together_is_refused(
+    invoke: Invoke, provider: FakeProvider, arguments: tuple[str, ...], why: str
+) -> None:
+    result = invoke(*arguments, provider=provider)
+    assert result.exit_code == 2 and why in result.stderr

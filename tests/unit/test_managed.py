@@ -193,6 +193,6 @@ def test_a_managed_run_that_is_not_there_is_named(
 
 @pytest.mark.parametrize("option", ["--local", "-cart"])
 def test_a_managed_run_is_of_no_cluster_of_ours(invoke: Any, option: str) -> None:
-    for verb in (["ls"], ["logs"], ["cancel", "1"], ["run", "true"]):
-        told = invoke(FakeSky(), *verb, "--managed", option)
+    for verb, *rest in (["ls"], ["logs"], ["cancel", "1"], ["run", "true"]):
+        told = invoke(FakeSky(), verb, "--managed", option, *rest)
         assert told.exit_code == 2 and "leave out `-c` and `--local`" in told.stderr

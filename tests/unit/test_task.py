@@ -39,6 +39,24 @@ def test_a_wrong_key_is_named_with_its_line_and_the_right_one(write: Path) -> No
     assert "line 4: `num_nodes` cannot be `'two'`" in error.value.message
 
 
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("resources: {ordered: {accelerators: H100}}", "line 2: `ordered` has to be a list of"),
+        ("resources: {any_of: ['H100:1']}", "line 2: `any_of` has to be a list of resources"),
+        ("secrets: [{A: b}]", "line 2: `secrets` has to be `NAME: null` lines"),
+        ("secrets: {1: null}", "line 2: `secrets` has to be `NAME: null` lines"),
+        ("experimental: {config_overrides: {}}", "SkyPilot knows it as `config` now"),
+        ("service: {replicas: 2}", "`sky launch` would ignore it"),
+    ],
+)
+def test_a_typo_is_one_sentence_and_a_hint(write: Path, line: str, fault: str) -> None:
+    write.write_text(f"run: echo\n{line}\n")
+    with pytest.raises(TaskError) as error:
+        Task.load(write, Settings())
+    assert fault in error.value.message and error.value.hint
+
+
 def test_numbers_of_envs_become_text(write: Path) -> None:
     write.write_text("run: echo\nenvs: {STEPS: 3, RATE: 1e-6}\n")
     envs = Task.load(write, Settings()).envs
@@ -50,6 +68,29 @@ def test_settings_win_over_the_envs_of_the_task(write: Path) -> None:
     assert Task.load(write, Settings()).envs["BASE_MODEL"] == "mine"
     envs = Task.load(write, Settings(base_model="yours", max_hours=0.5)).envs
     assert (envs["BASE_MODEL"], envs["ART_MAX_HOURS"]) == ("yours", "0.5")
+
+
+def test_ports_are_of_the_flag_the_settings_the_task_or_the_default(write: Path) -> None:
+    write.write_text("run: echo\nenvs: {ART_PORT: 9000}\n")
+    assert Task.load(write, Settings()).ports == (9000, 8000)
+    assert Task.load(write, Settings(port=7999)).ports == (7999, 8000)
+    assert Task.load(write, Settings(port=1), envs={"ART_PORT": "2"}).ports == (2, 8000)
+
+
+@pytest.mark.parametrize(
+    ("env", "hint"),
+    [
+        ("ART_IDLE_MINUTES: 30m", "Give a number of minutes, such as 30; 0 is no limit"),
+        ("ART_MAX_HOURS: -1", "Give a number of hours, such as 0.5; 0 is no limit"),
+        ("ART_MAX_HOURS: .inf", "Give a number of hours, such as 0.5; 0 is no limit"),
+        ("ART_PORT: http", "Give a port from 1 to 65535"),
+    ],
+)
+def test_a_number_that_is_none_is_named(write: Path, env: str, hint: str) -> None:
+    write.write_text(f"run: echo\nenvs: {{{env}}}\n")
+    with pytest.raises(TaskError, match=f"as `{env.partition(':')[0]}`") as error:
+        Task.load(write, Settings())
+    assert error.value.hint == hint
 
 
 def test_only_declared_secrets_travel_and_none_is_shown(
