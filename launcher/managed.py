@@ -9,7 +9,6 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from launcher.endpoints import Endpoints

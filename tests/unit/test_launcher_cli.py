@@ -479,7 +479,7 @@ def test_a_bundle_blacks_out_the_secrets_that_only_the_task_declares(
     invoke: Invoke, healthy_port: int
 ) -> None:
     Path("task.yaml").write_text("run: serve\nsecrets: {SEARCH_KEY: null, LONGER: null}\n")
-    Path("of-this.env").write_text("SEARCH_KEY=put\nLONGER=output\nOTHER=of\n")
+    Path("of-this.env").write_text("SEARCH_KEY=put\nLONGER=output\n")
     given, provider = ["--env-file", "of-this.env"], FakeProvider(port=healthy_port)
     assert invoke("up", "task.yaml", *given, provider=provider).exit_code == 0
     assert invoke("logs", "--bundle", "b.tar.gz", *given, provider=provider).exit_code == 0
