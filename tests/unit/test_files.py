@@ -34,13 +34,13 @@ def test_an_env_file_that_skypilot_would_send_is_refused(
     (tree / ".gitignore").write_text(".env\n" * (file == ".skyignore"))
     (tree / file).write_text(refused)
     with pytest.raises(TaskError, match="would go to the cluster") as error:
-        refuse_open_secrets(tree)
+        refuse_open_secrets(str(tree))
     assert error.value.hint == f"Add a line `.env` to `{tree / file}`"
     (tree / file).write_text(f"{refused}.env\n")
-    refuse_open_secrets(tree)
+    refuse_open_secrets(str(tree))
     (tree / file).unlink()
     (tree / ".env").unlink()
-    refuse_open_secrets(tree)
+    refuse_open_secrets(str(tree))
 
 
 def test_a_workdir_that_is_not_there_is_named(tmp_path: Path) -> None:
