@@ -1,3 +1,6 @@
+import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +14,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     directory = tmp_path_factory.mktemp("server")
     with Serving(directory, "tiny-random", ART_CACHE=cache) as serving:
         yield serving
+
+
+@pytest.fixture(scope="session")
+def rsync() -> None:
+    """The real one; a machine that has none yet gets it, as for the Slurm cluster."""
+    if shutil.which("rsync") is None:
+        quietly = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        for command in ("update", "install -y --no-install-recommends rsync"):
+            subprocess.run(["apt-get", "-qq", *command.split()], check=True, env=quietly)
 
 
 @pytest.fixture(scope="session")

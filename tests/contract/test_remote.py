@@ -22,7 +22,7 @@ SIZE = 20_000_000  # far more than what is on its way in buffers
 
 
 @pytest.fixture
-def remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remote:
+def remote(rsync: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remote:
     program = tmp_path / "bin" / "ssh"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE} "$@"\n')

@@ -1,6 +1,7 @@
 import errno
 import http.server
 import json
+import os
 import tarfile
 import threading
 from collections.abc import Callable, Iterator
@@ -491,8 +492,13 @@ def test_a_bundle_blacks_out_the_secrets_that_only_the_task_declares(
 
 
 def test_doctor_finds_a_misspelt_variable_and_an_open_env_file(
-    invoke: Invoke, provider: FakeProvider
+    invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for program in ("rsync", "ssh"):  # a machine that only runs these tests may have neither
+        Path("bin").mkdir(exist_ok=True)
+        Path("bin", program).write_text("#!/bin/sh\necho rsync  version 3.2.7\n")
+        Path("bin", program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{Path('bin').resolve()}:{os.environ['PATH']}")
     assert invoke("doctor", provider=provider).exit_code == 0
     Path(".env").write_text("ART_MAX_HOUR=3\n")
     result = invoke("doctor", "--json", provider=provider)
