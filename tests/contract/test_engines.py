@@ -16,7 +16,7 @@ from tests.contract.nodes import both, head, node
 from tests.serving import vllm_python
 from trainer.base_models import resolve
 from trainer.engines.choose import vllm_program
-from trainer.engines.embedded import EmbeddedEngine
+from trainer.engines.embedded import KEPT, EmbeddedEngine
 from trainer.engines.engine import Delta, Engine, SampleRequest
 from trainer.engines.replicas import Replicas
 from trainer.engines.vllm import VllmEngine
@@ -76,6 +76,25 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 def alone(engines: dict[str, Engine], request: pytest.FixtureRequest) -> Engine:
     """An engine that no other takes the place of; for that see `test_replicas`."""
     return engines[request.param]
+
+
+async def test_of_many_loras_only_the_newest_stay_in_memory_and_all_are_served(
+    engines: dict[str, Engine], tmp_path: Path
+) -> None:
+    engine = engines["embedded"]
+    assert isinstance(engine, EmbeddedEngine)
+    names = [f"many@{seed}" for seed in range(KEPT + 2)]
+    for seed, name in enumerate(names):
+        await engine.load(name, write_lora(tmp_path / name, seed=seed))
+    assert list(engine._loaded)[-KEPT:] == names[-KEPT:] and len(engine._loaded) == KEPT
+    ask = {"temperature": 0, "max_tokens": 8}
+    (first,), (last,) = [await sample(engine, lora=name, **ask) for name in (names[0], names[-1])]
+    assert first.logprobs != last.logprobs
+    assert names[0] in engine._loaded and names[2] not in engine._loaded
+    for name in names:
+        await engine.unload(name)
+    with pytest.raises(NotFound):
+        await sample(engine, lora=names[0])
 
 
 async def sample(engine: Engine, **request: Any) -> list[Delta]:

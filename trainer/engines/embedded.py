@@ -1,12 +1,15 @@
 """The embedded engine: samples with our own model in a worker process, no extra dependency."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer.channel import Worker, visible
 from trainer.engines.engine import Delta, SampleRequest
+
+KEPT = 8  # LoRAs in memory; a long run makes hundreds
 
 
 class EmbeddedEngine:
@@ -22,7 +25,11 @@ class EmbeddedEngine:
             log=log,
             environment=visible(devices),
         )
-        self._loaded: set[str] = set()
+        self._paths: dict[str, Path] = {}
+        """Every LoRA that may be asked for."""
+        self._loaded: dict[str, None] = {}
+        """Those that the worker holds, the one used longest ago first."""
+        self._in_use = Counter[str]()
 
     @property
     def running(self) -> bool:
@@ -41,19 +48,37 @@ class EmbeddedEngine:
         """Nothing to do: `trainer.server.settings` refuses what would need something done."""
 
     async def load(self, lora: str, path: Path) -> None:
-        await self._revive()
-        if lora not in self._loaded:
-            await self._worker.call("load", lora=lora, path=str(path))
-            self._loaded.add(lora)
+        self._paths[lora] = path
+        await self._hold(lora)
 
     async def unload(self, lora: str) -> None:
-        self._loaded.discard(lora)
+        self._paths.pop(lora, None)
+        self._loaded.pop(lora, None)
         await self._worker.call("unload", lora=lora)
 
     async def sample(self, request: SampleRequest) -> AsyncIterator[Delta]:
+        lora = request.lora or ""
+        self._in_use[lora] += 1
+        try:
+            await self._hold(lora)
+            async for row in self._worker.stream("sample", **dataclasses.asdict(request)):
+                yield Delta(**row)
+        finally:
+            self._in_use[lora] -= 1
+
+    async def _hold(self, lora: str) -> None:
+        """Have the worker hold a LoRA, and of many no longer those used longest ago."""
         await self._revive()
-        async for row in self._worker.stream("sample", **dataclasses.asdict(request)):
-            yield Delta(**row)
+        if lora not in self._paths:
+            return  # the base model, or one of which the worker says that it is not there
+        if lora not in self._loaded:
+            await self._worker.call("load", lora=lora, path=str(self._paths[lora]))
+        self._loaded.pop(lora, None)
+        self._loaded[lora] = None
+        for old in list(self._loaded)[:-KEPT]:
+            if not self._in_use[old]:
+                self._loaded.pop(old, None)
+                await self._worker.call("unload", lora=old)
 
     async def _revive(self) -> None:
         if await self._worker.revive():
