@@ -34,5 +34,6 @@ class Context:
 
     @property
     def target_llm(self) -> str | None:
-        """The LLM whose calls are trained on."""
-        return self.config.finetuning.target_model or getattr(self.config.workflow, "llm", None)
+        """The LLM whose calls are trained on: the one that the workflow is given."""
+        named = self.config.finetuning.target_model or getattr(self.config.workflow, "llm", None)
+        return named or next(iter(self.config.llms), None)

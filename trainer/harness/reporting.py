@@ -38,7 +38,7 @@ def _import(module: str, package: str) -> Any:
 class WandbReporter:
     def __init__(self, context: Context, run_id: str) -> None:
         wandb = _import("wandb", "wandb")
-        adapter = next(iter(context.config.trainer_adapters.values()))
+        adapter = getattr(context.trainer_adapter, "config", None)
         project = getattr(getattr(adapter, "backend", None), "project", None)
         # The run's id makes a resumed run go on in the same place.
         self._run = wandb.init(

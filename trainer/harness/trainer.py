@@ -244,6 +244,7 @@ class ARTTrainer:
         past.validation.append(summary)
         if epoch == 0:
             past.save()
+            self._report({"epoch": 0}, summary)
         return summary
 
     async def _last_validation(self) -> None:
@@ -251,8 +252,9 @@ class ARTTrainer:
         context, past = self._ready()
         measured = [summary["epoch"] for summary in past.validation]
         if context.validation is not None and past.epoch not in measured:
-            await self._validate(past.epoch)
+            summary = await self._validate(past.epoch)
             past.save()
+            self._report({"epoch": past.epoch}, summary)
 
     async def _was_trained(self, pending: Pending) -> bool:
         """Whether the backend has made the step of an epoch that was cut off."""
@@ -276,6 +278,7 @@ class ARTTrainer:
 
     def _report(self, row: Json, validation: Json | None) -> None:
         numbers = {k: v for k, v in row.items() if isinstance(v, int | float)}
+        numbers |= {f"metrics/{name}": value for name, value in row.get("metrics", {}).items()}
         if validation and "avg_reward" in validation:
             numbers["validation/avg_reward"] = validation["avg_reward"]
         for reporter in self._reporters:

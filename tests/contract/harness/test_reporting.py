@@ -27,7 +27,9 @@ config = FinetuneConfig.model_validate({
                                "backend": {"ip": "127.0.0.1", "port": 1, "project": "clue"}}},
     "finetuning": {"report_to": [name], "output_dir": output},
 })
-(reporter,) = load_reporters(SimpleNamespace(config=config, output_dir=output), "art_run_1")
+adapter = SimpleNamespace(config=config.trainer_adapters["a"])
+context = SimpleNamespace(config=config, output_dir=output, trainer_adapter=adapter)
+(reporter,) = load_reporters(context, "art_run_1")
 reporter.log(1, {"avg_reward": 0.25, "loss/policy": 0.5})
 reporter.log(2, {"avg_reward": 0.75, "loss/policy": 0.25})
 reporter.close()
