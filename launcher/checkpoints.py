@@ -2,6 +2,8 @@
 
 import contextlib
 import glob
+import itertools
+import logging
 import re
 import tempfile
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from kit.manifest import MANIFEST, damage, read_manifest
 from launcher.errors import DamagedCheckpoint, LauncherError
 from launcher.provider import STATE_DIR, Progress, Provider
 
+logger = logging.getLogger(__name__)
 # Finished checkpoints only: the server writes into a directory whose name starts with a dot.
 _CHECKPOINTS = "*/models/*/checkpoints/[0-9]*"
 _METRICS = ("*/models/*/history.jsonl", "*/training_metrics.jsonl", "*/reward_plot.png")
@@ -50,7 +53,8 @@ def pull(provider: Provider, cluster: str, to: Path, progress: Progress) -> list
         provider.fetch(cluster, STATE_DIR, there, about, checksum=False, progress=_quiet)
         places = [path.relative_to(there) for path in find(there)]
         for place in places:
-            _refuse_another(cluster, there / place, to / place)
+            if _is_another(there / place, to / place):
+                _set_aside(to / place.parent.parent)
         before = {place for place in places if not damage(to / place)}
         # By their names: what is finished from now on was not compared, and is the next pull's.
         patterns = [*(f"{glob.escape(str(place))}/**" for place in places), *_METRICS]
@@ -84,14 +88,19 @@ def _translated(to: Path) -> Iterator[None]:
         ) from exc
 
 
-def _refuse_another(cluster: str, there: Path, here: Path) -> None:
-    """Stop before a checkpoint of an earlier run is overwritten by one of the same name."""
+def _is_another(there: Path, here: Path) -> bool:
+    """Whether the checkpoint of that name here is an earlier run's."""
     theirs, ours = read_manifest(there), read_manifest(here)
-    if theirs and ours and theirs["files"] != ours["files"]:
-        raise LauncherError(
-            f"`{here}` is of another run and differs from what cluster `{cluster}` has",
-            hint="Choose another place with `--to`, or move that one away; nothing was changed",
-        )
+    return bool(theirs and ours and theirs["files"] != ours["files"])
+
+
+def _set_aside(model: Path) -> None:
+    """Give an earlier run's directory another name: nothing is overwritten, no pull is refused."""
+    number = next(
+        n for n in itertools.count(1) if not model.with_name(f"{model.name}.{n}").exists()
+    )
+    aside = model.rename(model.with_name(f"{model.name}.{number}"))
+    logger.warning("What an earlier run left in `%s` is in `%s` now", model, aside)
 
 
 def _read(path: Path) -> str:

@@ -302,15 +302,11 @@ def test_a_checkpoint_of_an_earlier_run_is_not_overwritten(
     write_manifest(older, {"step": 1})
     provider.checkpoints = {CHECKPOINT: b"lora", CHECKPOINT.replace("0001", "0002"): b"next"}
     for verb in (["pull"], ["down", "--yes"]):
-        result = invoke(*verb, provider=provider)
-        assert result.exit_code == 1
-        assert f"error: `{older}` is of another run and differs from what" in result.stderr
-        assert "hint: Choose another place with `--to`" in result.stderr
-    assert "--discard" in result.stderr
-    assert (older / "adapter_model.safetensors").read_bytes() == b"older"
-    assert [path.name for path in older.parent.iterdir()] == ["0001"]
-    assert (provider.files, provider.ended) == ({}, [])
-    assert invoke("down", "--yes", "--to", "elsewhere", provider=provider).exit_code == 0
+        assert invoke(*verb, provider=provider).exit_code == 0
+    aside = older.parents[1].with_name("m.1")
+    assert (aside / "checkpoints" / "0001" / "adapter_model.safetensors").read_bytes() == b"older"
+    assert (older / "adapter_model.safetensors").read_bytes() == b"lora"
+    assert not older.parents[1].with_name("m.2").exists() and provider.ended == ["art"]
 
 
 def test_down_pulls_first_and_is_safe_to_repeat(invoke: Invoke, provider: FakeProvider) -> None:
