@@ -42,14 +42,16 @@ def _mean(history: list[Json], name: str) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _share(history: list[Json], part: str, whole: str) -> float | None:
+def _share(history: list[Json], part: str, whole: str, *, above: float) -> float | None:
+    """Of all `whole` the `part`, where that is `above` what is harmless."""
     total = sum(row.get(whole, 0) for row in history)
-    return sum(row.get(part, 0) for row in history) / total if total else None
+    share = sum(row.get(part, 0) for row in history) / total if total else 0.0
+    return share if share > above else None
 
 
 def _retokenized(history: list[Json]) -> Finding | None:
-    each = _share(history, "data/retokenized", "data/step_num_trajectories")
-    if each is None or each <= 0.1:
+    each = _share(history, "data/retokenized", "data/step_num_trajectories", above=0.1)
+    if each is None:
         return None
     return Finding(
         f"{each:.2f} choices a trajectory were not sampled by this server, or came without "
@@ -59,8 +61,10 @@ def _retokenized(history: list[Json]) -> Finding | None:
 
 
 def _equal_rewards(history: list[Json]) -> Finding | None:
-    share = _share(history, "data/dropped_equal_rewards", "data/step_num_groups_submitted")
-    if share is None or share <= 0.5:
+    share = _share(
+        history, "data/dropped_equal_rewards", "data/step_num_groups_submitted", above=0.5
+    )
+    if share is None:
         return None
     return Finding(
         f"Only {1 - share:.0%} of the groups teach anything: in the others all rewards are equal",
@@ -69,8 +73,8 @@ def _equal_rewards(history: list[Json]) -> Finding | None:
 
 
 def _truncated(history: list[Json]) -> Finding | None:
-    each = _share(history, "data/step_num_truncated", "data/step_num_trajectories")
-    if each is None or each <= 0.2:
+    each = _share(history, "data/step_num_truncated", "data/step_num_trajectories", above=0.2)
+    if each is None:
         return None
     return Finding(
         f"{each:.2f} answers a trajectory were cut off by `max_tokens`",
@@ -79,8 +83,8 @@ def _truncated(history: list[Json]) -> Finding | None:
 
 
 def _too_long(history: list[Json]) -> Finding | None:
-    share = _share(history, "data/dropped_too_long", "data/step_num_trajectories")
-    if share is None or share <= 0.1:
+    share = _share(history, "data/dropped_too_long", "data/step_num_trajectories", above=0.1)
+    if share is None:
         return None
     return Finding(
         f"{share:.0%} of the trajectories are longer than `max_seq_length` and are left out",

@@ -1,76 +1,20 @@
-import errno
-import http.server
 import json
 import os
 import tarfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from kit.cli import show_error
-from kit.errors import KitError
-from kit.manifest import write_manifest
-from launcher.cli import cli
 from launcher.cluster import Cluster
-from launcher.errors import RemoteError
-from launcher.provider import Cost, Provider
+from launcher.provider import Cost
 from launcher.settings import Settings
 from launcher.task import Task
 from launcher.testing import FakeProvider
 
 TASK = "name: demo\nenvs: {BASE_MODEL: tiny-random}\nsecrets: {HF_TOKEN: null}\nrun: serve\n"
-CHECKPOINT = "demo/models/m/checkpoints/0001"
-NOTE = "sky_workdir/.art/pulled"
 Invoke = Callable[..., Result]
-
-
-class Healthy(http.server.BaseHTTPRequestHandler):
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-@pytest.fixture
-def healthy_port() -> Iterator[int]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Healthy) as server:
-        threading.Thread(
-            target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
-        ).start()
-        yield server.server_address[1]
-        server.shutdown()
-
-
-@pytest.fixture
-def invoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Invoke:
-    """Run `launcher` in a folder with one task; errors are told as the program tells them."""
-    monkeypatch.chdir(tmp_path)
-    Path("task.yaml").write_text(TASK)
-
-    def run(*arguments: str, provider: Provider) -> Result:
-        result = CliRunner(mix_stderr=False).invoke(cli, arguments, obj=provider)
-        if isinstance(result.exception, KitError):
-            with CliRunner(mix_stderr=False).isolation() as (_, err):
-                show_error(result.exception)
-                assert err is not None
-                result.stderr_bytes = err.getvalue()
-        return result
-
-    return run
-
-
-@pytest.fixture
-def provider(healthy_port: int, invoke: Invoke) -> FakeProvider:
-    """A provider with the cluster `art` up."""
-    provider = FakeProvider(port=healthy_port)
-    assert invoke("up", "task.yaml", provider=provider).exit_code == 0
-    return provider
 
 
 def test_up_waits_for_health_and_ends_with_the_next_command(
@@ -246,83 +190,6 @@ def test_ls_lists_clusters_or_the_runs_of_one(invoke: Invoke, provider: FakeProv
     assert runs == [{"id": "1", "name": "demo", "status": "running"}]
 
 
-def test_pull_tells_what_is_new(invoke: Invoke, provider: FakeProvider) -> None:
-    provider.checkpoints[CHECKPOINT] = b"lora"
-    (first,) = json.loads(invoke("pull", "--json", provider=provider).stdout)
-    assert (first["model"], first["step"], first["new"]) == ("m", 1, True)
-    assert Path("checkpoints", CHECKPOINT, "adapter_model.safetensors").read_bytes() == b"lora"
-    (second,) = json.loads(invoke("pull", "--json", provider=provider).stdout)
-    assert not second["new"]
-
-
-def test_pull_fetches_a_damaged_file_again(invoke: Invoke, provider: FakeProvider) -> None:
-    provider.checkpoints[CHECKPOINT] = b"lora"
-    invoke("pull", provider=provider)
-    file = Path("checkpoints", CHECKPOINT, "adapter_model.safetensors")
-    file.write_bytes(b"LORA")
-    assert invoke("pull", provider=provider).exit_code == 0
-    assert file.read_bytes() == b"lora"
-
-
-def test_down_stops_at_a_damaged_checkpoint_and_names_the_file(
-    invoke: Invoke, provider: FakeProvider
-) -> None:
-    provider.checkpoints[CHECKPOINT] = b"lora"
-    provider.damaged.add(CHECKPOINT)
-    result = invoke("down", "--yes", provider=provider)
-    assert result.exit_code == 1
-    assert f"`checkpoints/{CHECKPOINT}/adapter_model.safetensors` does not match" in result.stderr
-    assert "or lose what is there with `launcher down -c art --discard`" in result.stderr
-    assert provider.ended == [] and provider.files == {}
-    assert invoke("down", "--yes", "--discard", provider=provider).exit_code == 0
-
-
-def test_what_other_clusters_left_here_neither_stops_a_pull_nor_counts_as_pulled(
-    invoke: Invoke, provider: FakeProvider
-) -> None:
-    half = Path("checkpoints/other/models/m/checkpoints/0001")
-    half.mkdir(parents=True)
-    older = Path("checkpoints", CHECKPOINT).with_name("0002")
-    older.mkdir(parents=True)
-    (older / "adapter_model.safetensors").write_bytes(b"older")
-    write_manifest(older, {"step": 2})
-    provider.checkpoints[CHECKPOINT] = b"lora"
-    (pulled,) = json.loads(invoke("pull", "--json", provider=provider).stdout)
-    assert (pulled["step"], pulled["new"]) == (1, True)
-    assert provider.files == {NOTE: "demo/m/0001\n"}
-    assert invoke("down", "--yes", provider=provider).exit_code == 0
-
-
-def test_a_checkpoint_of_an_earlier_run_is_not_overwritten(
-    invoke: Invoke, provider: FakeProvider
-) -> None:
-    older = Path("checkpoints", CHECKPOINT)
-    older.mkdir(parents=True)
-    (older / "adapter_model.safetensors").write_bytes(b"older")
-    write_manifest(older, {"step": 1})
-    provider.checkpoints = {CHECKPOINT: b"lora", CHECKPOINT.replace("0001", "0002"): b"next"}
-    for verb in (["pull"], ["down", "--yes"]):
-        assert invoke(*verb, provider=provider).exit_code == 0
-    aside = older.parents[1].with_name("m.1")
-    assert (aside / "checkpoints" / "0001" / "adapter_model.safetensors").read_bytes() == b"older"
-    assert (older / "adapter_model.safetensors").read_bytes() == b"lora"
-    assert not older.parents[1].with_name("m.2").exists() and provider.ended == ["art"]
-
-
-def test_down_pulls_first_and_is_safe_to_repeat(invoke: Invoke, provider: FakeProvider) -> None:
-    provider.checkpoints[CHECKPOINT] = b"lora"
-    result = invoke("down", "--yes", "--to", "home", provider=provider)
-    assert result.exit_code == 0
-    assert Path("home", CHECKPOINT).is_dir()
-    assert invoke("down", "--yes", provider=provider).exit_code == 0
-    assert provider.ended == ["art", "art"]
-
-
-def test_down_asks_once(invoke: Invoke, provider: FakeProvider) -> None:
-    assert invoke("down", provider=provider).exit_code == 1  # stdin is empty: not confirmed
-    assert provider.ended == []
-
-
 def test_the_cluster_comes_from_the_flag_then_the_environment_then_the_env_file(
     invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -372,83 +239,6 @@ def test_cost_is_projected_to_the_end_of_the_lease(
     told = json.loads(invoke("cost", "--json", provider=provider).stdout)
     assert (told["so_far"], told["projected"]) == (1.5, 7.5)
     assert invoke("cost", provider=provider).stdout.endswith("; $7.50 when its lease is over\n")
-
-
-def test_down_says_what_it_cost(invoke: Invoke, provider: FakeProvider) -> None:
-    assert "is gone; it cost $1.50" in invoke("down", "--yes", provider=provider).stderr
-    told = json.loads(invoke("down", "--yes", "--json", provider=provider).stdout)
-    assert told == {"pulled": [], "cost": None}
-
-
-def test_down_of_a_half_made_cluster_pulls_nothing(invoke: Invoke, provider: FakeProvider) -> None:
-    provider.status = "init"
-    provider.breaks = [AssertionError("nothing to fetch from")]
-    assert invoke("down", "--yes", provider=provider).exit_code == 0
-    assert provider.ended == ["art"]
-
-
-@pytest.mark.parametrize("status", ["up", "unhealthy", "stopped"])
-def test_down_keeps_a_cluster_whose_checkpoints_it_cannot_reach(
-    invoke: Invoke, provider: FakeProvider, status: str
-) -> None:
-    provider.status = status
-    provider.breaks = [RemoteError("The transfer broke off", hint="Run it again")]
-    result = invoke("down", "--yes", provider=provider)
-    assert (result.exit_code, provider.ended) == (1, [])
-    assert "hint: Run it again; or lose what is there with `launcher down -c art --discard`" in (
-        result.stderr
-    )
-    assert invoke("down", "--yes", provider=provider).exit_code == 0
-
-
-def test_a_full_disk_is_one_sentence_and_the_next_pull_mends_it(
-    invoke: Invoke, provider: FakeProvider
-) -> None:
-    provider.checkpoints[CHECKPOINT] = b"lora"
-    provider.breaks = [OSError(errno.ENOSPC, "No space left on device")]
-    result = invoke("pull", provider=provider)
-    assert result.exit_code == 1
-    assert "error: `checkpoints` cannot be written: No space left on device" in result.stderr
-    assert "hint: Make room there" in result.stderr
-    assert "1 new of 1 checkpoints" in invoke("pull", provider=provider).stderr
-
-
-def test_a_pull_notes_on_the_cluster_what_is_safe(invoke: Invoke, provider: FakeProvider) -> None:
-    provider.checkpoints[CHECKPOINT] = b"lora"
-    invoke("pull", provider=provider)
-    assert provider.files == {NOTE: "demo/m/0001\n"}
-
-
-def test_a_pull_notes_what_one_that_was_interrupted_brought(
-    invoke: Invoke, provider: FakeProvider
-) -> None:
-    provider.checkpoints[CHECKPOINT] = b"lora"
-    invoke("pull", provider=provider)
-    provider.files.clear()  # as if it had ended between the transfer and the note
-    assert "0 new of 1 checkpoints" in invoke("pull", provider=provider).stderr
-    assert provider.files == {NOTE: "demo/m/0001\n"}
-
-
-def test_what_the_server_deletes_during_a_pull_is_not_missed(
-    invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    provider.checkpoints = {CHECKPOINT: b"old", CHECKPOINT.replace("0001", "0002"): b"lora"}
-
-    def fetch(*arguments: Any, **options: Any) -> None:
-        FakeProvider.fetch(provider, *arguments, **options)
-        provider.checkpoints.pop(CHECKPOINT, None)
-
-    monkeypatch.setattr(provider, "fetch", fetch)
-    assert "1 new of 1 checkpoints" in invoke("pull", provider=provider).stderr
-    assert provider.files == {NOTE: "demo/m/0002\n"}
-
-
-def test_watch_pulls_until_the_newest_run_is_over(invoke: Invoke, provider: FakeProvider) -> None:
-    invoke("run", "true", provider=provider)  # over at once
-    provider.checkpoints[CHECKPOINT] = b"lora"
-    result = invoke("pull", "--watch", "--every", "0", provider=provider)
-    assert result.exit_code == 0
-    assert "1 new of 1 checkpoints" in result.stderr
 
 
 def test_logs_of_the_parts_of_a_server(invoke: Invoke, provider: FakeProvider) -> None:
