@@ -24,13 +24,15 @@ def main() -> None:
     steps = [row for row in history if "time/step_s" in row]
     # Sampling is timed by who samples: the harness or the benchmark's loop.
     outside = rows_of(out / "training_metrics.jsonl") or rows_of(out / "steps.jsonl")
-    heads = ["step", "reward", "sample s", *(f"{t} s" for t in TIMES), "other s", "overhead", "gap"]
+    times = [f"{name} s" for name in ("sample", "request", *TIMES, "other")]
+    heads = ["step", "reward", *times, "overhead", "gap"]
     table = Table(heads)
     for row, their in zip(steps, outside, strict=False):
         sample = their.get("time/sample_s", their.get("sample_s", float("nan")))
         call = their.get("time/train_s", their.get("train_call_s", float("nan")))
         parts = [row.get(f"time/{name}_s", 0.0) for name in TIMES]
-        cells = [sample, *parts, call - sum(parts)]
+        request = call - row["time/step_s"]  # received, parsed, matched and journaled
+        cells = [sample, request, *parts, row["time/step_s"] - sum(parts)]
         overhead = call - row.get("time/gradient_s", 0.0)  # beside sampling and gradients
         table.add(
             [

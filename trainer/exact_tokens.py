@@ -10,9 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import Buffer
+
 from trainer.errors import BadRequest
 
 FIELD = "art"
+PREFIX = "token_id:"  # of a token that is named by its id, in logprobs
 _TYPES = {"prompt_ids": "i", "completion_ids": "i", "logprobs": "d"}
 
 
@@ -26,11 +29,16 @@ class ExactTokens:
 
     def put(self, choice: dict[str, Any]) -> None:
         """Write the tokens into `choice`, in place of its logprobs."""
-        choice.pop("logprobs", None)
-        choice[FIELD] = {
-            name: binascii.b2a_base64(array(kind, getattr(self, name)), newline=False).decode()
-            for name, kind in _TYPES.items()
-        }
+        put(choice, *(array(kind, getattr(self, name)) for name, kind in _TYPES.items()))
+
+
+def put(choice: dict[str, Any], *arrays: Buffer) -> None:
+    """Write a choice's prompt, its completion and its logprobs into it."""
+    choice.pop("logprobs", None)
+    choice[FIELD] = {
+        name: binascii.b2a_base64(numbers, newline=False).decode()
+        for name, numbers in zip(_TYPES, arrays, strict=True)
+    }
 
 
 def take(choice: Mapping[str, Any]) -> ExactTokens | None:

@@ -167,7 +167,7 @@ def same_gradients(one: list[Row], two: list[Row], alone_in: Path, together_in: 
     for step in ("0001", "0002"):
         # AdamW's first moment is a sum of gradients.
         expected, found = (
-            load_file(run / "checkpoints" / step / "optimizer.safetensors")
+            load_file(run / "checkpoints" / step / "optimizer.exp_avg.safetensors")
             for run in (alone_in, together_in)
         )
         assert expected.keys() == found.keys()

@@ -61,7 +61,8 @@ def train(
 
 def files(at: Path, step: int) -> dict[str, str]:
     path = checkpoint.path_of(at, step)
-    return {name: sha256(path / name) for name in (state.ADAPTER, state.OPTIMIZER)}
+    names = (state.ADAPTER, *map(state.OPTIMIZER.format, state.MOMENTS))
+    return {name: sha256(path / name) for name in names}
 
 
 def test_a_new_run_starts_at_a_fresh_lora(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ fork is predicted from the last shared position, so nothing is stored twice and 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,10 +39,19 @@ class Sample:
     """Sequences of one group may share prefixes."""
     trajectory: int
 
-    @property
+    @cached_property
+    def array(self) -> Ids:
+        return np.asarray(self.ids, dtype=np.int64)
+
+    @cached_property
     def inputs(self) -> int:
         """Tokens the model must read: nothing after the last one that predicts a chosen token."""
         return len(self.mask) - 1 - self.mask[::-1].index(True)
+
+    @property
+    def read(self) -> Ids:
+        """Those tokens."""
+        return self.array[: self.inputs]
 
 
 @dataclass(frozen=True)
@@ -121,7 +131,7 @@ class Tree:
         return len(ids) - matched
 
     def add(self, sample: Sample) -> None:
-        ids = np.asarray(sample.ids[: sample.inputs], dtype=np.int64)
+        ids = sample.read
         at, matched, inside = self._walk(ids)
         if at is not None and inside < len(self.segments[at].ids):
             self._split(at, inside)
@@ -207,8 +217,7 @@ def _trees(samples: Sequence[Sample], length: int, share: bool) -> list[Tree]:
         tree = Tree()
         # In order of their tokens, those that share the longest prefixes stay together.
         for sample in sorted(group, key=lambda sample: sample.ids):
-            ids = np.asarray(sample.ids[: sample.inputs], dtype=np.int64)
-            if tree.size + tree.cost(ids) > length:
+            if tree.size + tree.cost(sample.read) > length:
                 trees.append(tree)
                 tree = Tree()
             tree.add(sample)
@@ -275,11 +284,11 @@ def _ancestors(tree: Tree, order: list[int]) -> Tensor:
 
 def _chosen(tree: Tree, sample: Sample, offsets: dict[int, int], sequence: int) -> list[Column]:
     """Predictors, targets, logprobs, advantages, weights and sequence of the chosen tokens."""
-    ids = np.asarray(sample.ids, dtype=np.int64)
+    ids = sample.array
     place = np.concatenate(
         [
             offsets[index] + np.arange(len(tree.segments[index].ids))
-            for index in tree.path(ids[: sample.inputs])
+            for index in tree.path(sample.read)
         ]
     )
     at = np.flatnonzero(sample.mask)

@@ -22,8 +22,8 @@ from trainer.model import Policy, load_lora, peft_config
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 FULL = "model.safetensors"
-OPTIMIZER = "optimizer.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
+OPTIMIZER = "optimizer.{}.safetensors"  # one for each moment: as large as the weights, all at once
 
 
 class State:
@@ -39,12 +39,15 @@ class State:
     def write(self, directory: Path, *, base_model: str) -> None:
         """Write the files of a checkpoint into `directory`."""
         lora = self.policy.lora
-        weights = on_cpu({name: it.detach() for name, it in self.names.items()})
-        path = directory / (ADAPTER if lora else FULL)
-        with ThreadPoolExecutor(1) as beside:  # the first file is on its way while this one is read
-            written = beside.submit(save_file, weights, path, metadata={"format": "pt"})
-            save_file(self._optimizer_tensors(), directory / OPTIMIZER)
-            written.result()
+        weights: dict[str, Tensor] = {name: it.detach() for name, it in self.names.items()}
+        files = {ADAPTER if lora else FULL: weights, **self._optimizer_files()}
+        with ThreadPoolExecutor(len(files)) as pool:  # a file is on its way while the next is read
+            written = [
+                pool.submit(save_file, on_cpu(tensors), directory / name, {"format": "pt"})
+                for name, tensors in files.items()
+            ]
+            for one in written:
+                one.result()
         if lora is not None:
             config = json.dumps(peft_config(lora, base_model), indent=2)
             (directory / ADAPTER_CONFIG).write_text(config + "\n", encoding="utf-8")
@@ -58,7 +61,7 @@ class State:
             with torch.no_grad():
                 for name, parameter in self.names.items():
                     parameter.copy_(weights[name])
-        tensors = world.tensors(lambda: read_tensors(directory / OPTIMIZER))
+        tensors = world.tensors(lambda: read_optimizer(directory))
         self.generator.set_state(tensors["generator"])
         self.optimizer.state.clear()
         for name, parameter in self.names.items():
@@ -71,13 +74,16 @@ class State:
                     },
                 }
 
-    def _optimizer_tensors(self) -> dict[str, Tensor]:
-        tensors = {
-            f"{key}.{name}": value.detach()
-            for name, parameter in self.names.items()
-            for key, value in self.optimizer.state.get(parameter, {}).items()
-        }
-        return {"generator": self.generator.get_state(), **on_cpu(tensors)}
+    def _optimizer_files(self) -> dict[str, dict[str, Tensor]]:
+        """What each file of the optimizer holds; the first has the counts and the generator too."""
+        held = [(name, self.optimizer.state.get(it, {})) for name, it in self.names.items()]
+        counts = {f"step.{name}": state["step"] for name, state in held if state}
+        first, second = (
+            {f"{moment}.{name}": state[moment].detach() for name, state in held if state}
+            for moment in MOMENTS
+        )
+        first = {"generator": self.generator.get_state(), **counts, **first}
+        return dict(zip(map(OPTIMIZER.format, MOMENTS), (first, second), strict=True))
 
 
 def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -98,6 +104,13 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             f"`{path}` cannot be read: {exc}", hint="Use the step before it, or pull it again"
         ) from exc
+
+
+def read_optimizer(directory: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(directory.glob("optimizer*.safetensors")):
+        tensors |= read_tensors(path)
+    return tensors
 
 
 def lora_shape(lora: LoraConfig | None) -> dict[str, Any] | None:

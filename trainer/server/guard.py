@@ -88,11 +88,11 @@ def too_deep(body: bytes) -> bool:
 
     A parser would recurse, and what passes it might still break what walks the result later.
     """
-    if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
-        return False
     brackets = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _DROP)
     # Two quotes in a row end a string and begin the next: what is between others stays inside.
     brackets = re.sub(rb'"[^"]*"', b"", brackets.replace(b'""', b""))
     for _ in range(MAX_DEPTH):  # each round takes the innermost level away
+        if not brackets:
+            break
         brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
     return b"[" in brackets or b"{" in brackets

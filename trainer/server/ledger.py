@@ -4,18 +4,24 @@ At training a choice is matched to its entry, so that what is trained on is what
 also after a framework has rebuilt the choice from its content and logprobs.
 """
 
-import array
 import hashlib
 import sqlite3
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from trainer.exact_tokens import ExactTokens
+import numpy as np
+
+from trainer import exact_tokens
+from trainer.exact_tokens import PREFIX
 
 Json = dict[str, Any]
+# Of hundreds of thousands of tokens in a step: no line of Python for each of them.
+_TOKEN_AND_LOGPROB = itemgetter("token", "logprob")
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS completions (
@@ -66,15 +72,17 @@ class Ledger:
         self._db.execute(
             "INSERT INTO completions VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
-                fingerprint(entry.completion_ids, entry.logprobs),
+                _fingerprint(
+                    "".join(f"{PREFIX}{id}" for id in entry.completion_ids), entry.logprobs
+                ),
                 _digest(content.encode()),
                 entry.model,
                 entry.step,
                 entry.lora_sha256,
                 entry.rollout,
-                array.array("i", entry.prompt_ids).tobytes(),
-                array.array("i", entry.completion_ids).tobytes(),
-                array.array("d", entry.logprobs).tobytes(),
+                array("i", entry.prompt_ids).tobytes(),
+                array("i", entry.completion_ids).tobytes(),
+                array("d", entry.logprobs).tobytes(),
                 time.time(),
             ),
         )
@@ -86,17 +94,24 @@ class Ledger:
         quarter as long.
         """
         for choice in choices_of(groups):
-            if entry := self.find(choice):
-                ExactTokens(entry.prompt_ids, entry.completion_ids, entry.logprobs).put(choice)
+            if row := self._find(choice):
+                exact_tokens.put(choice, *row[-3:])  # the very bytes that are stored
 
     def find(self, choice: Json) -> Entry | None:
         """The entry of a choice: by its tokens and logprobs, else by its text if that is unique."""
-        tokens = exact_tokens(choice)
-        if tokens is not None:
-            rows = self._rows("fingerprint", fingerprint(*tokens))
+        row = self._find(choice)
+        if row is None:
+            return None
+        *about, prompt_ids, completion_ids, logprobs = row
+        numbers = array("i", prompt_ids), array("i", completion_ids), array("d", logprobs)
+        return Entry(*about, *(found.tolist() for found in numbers))
+
+    def _find(self, choice: Json) -> tuple[Any, ...] | None:
+        if found := fingerprint(choice):
+            rows = self._rows("fingerprint", found)
             # Short answers to several prompts may be alike to the last digit that is compared.
-            same = all(row.prompt_ids == rows[-1].prompt_ids for row in rows)
-            return rows[-1] if rows and same else None
+            same = len({prompt_ids for *_, prompt_ids, _, _ in rows}) == 1
+            return rows[-1] if same else None
         content = (choice.get("message") or {}).get("content")
         is_text = isinstance(content, str) and content
         rows = self._rows("content", _digest(str(content).encode())) if is_text else []
@@ -106,48 +121,34 @@ class Ledger:
         """Drop a model's entries of steps below `before`: nobody trains on them any more."""
         self._db.execute("DELETE FROM completions WHERE model = ? AND step < ?", (model, before))
 
-    def _rows(self, column: str, value: object) -> list[Entry]:
+    def _rows(self, column: str, value: object) -> list[tuple[Any, ...]]:
+        """The fields of every `Entry` with that value, numbers as bytes."""
         found = self._db.execute(
             "SELECT model, step, lora_sha256, rollout, prompt_ids, completion_ids, logprobs "
             f"FROM completions WHERE {column} = ? ORDER BY id",
             (value,),
         )
-        return [
-            Entry(
-                model,
-                step,
-                sha256,
-                rollout,
-                array.array("i", prompt).tolist(),
-                array.array("i", completion).tolist(),
-                array.array("d", logprobs).tolist(),
-            )
-            for model, step, sha256, rollout, prompt, completion, logprobs in found
-        ]
+        return found.fetchall()
 
 
-def fingerprint(ids: Sequence[int], logprobs: Sequence[float]) -> bytes:
-    """Identifies a sampled sequence. Two prompts that gave the same ids differ in logprobs.
+def fingerprint(choice: Json) -> bytes | None:
+    """What identifies a choice whose logprobs are of tokens named `token_id:N`, else None."""
+    content = (choice.get("logprobs") or {}).get("content") or []
+    try:
+        tokens, logprobs = zip(*map(_TOKEN_AND_LOGPROB, content), strict=True)
+        names = "".join(tokens)
+        return _fingerprint(names, logprobs) if names.count(PREFIX) == len(tokens) else None
+    except (KeyError, TypeError, ValueError):
+        return None  # nothing of ours
+
+
+def _fingerprint(names: str, logprobs: Sequence[float]) -> bytes:
+    """Two prompts that gave the same tokens differ in logprobs.
 
     Logprobs are rounded: JSON keeps a double's value, but not every framework keeps a double.
     """
-    rounded = "%.4f " * len(logprobs) % tuple(logprobs)
-    return _digest(array.array("i", ids).tobytes() + rounded.encode())
-
-
-def exact_tokens(choice: Json) -> tuple[list[int], list[float]] | None:
-    """Ids and logprobs of a choice whose logprob tokens are `token_id:N`, else None."""
-    content = (choice.get("logprobs") or {}).get("content") or []
-    ids, logprobs = [], []
-    for entry in content:
-        prefix, _, number = str(entry.get("token")).partition(":")
-        logprob = entry.get("logprob")
-        # Ten digits and more are no token of any model's, and nulls no logprob of ours.
-        if prefix != "token_id" or not number.isdigit() or len(number) > 9 or logprob is None:
-            return None
-        ids.append(int(number))
-        logprobs.append(float(logprob))
-    return (ids, logprobs) if ids else None
+    rounded = np.round(np.array(logprobs, dtype=np.float64), 4) + 0.0  # -0.0 is 0.0
+    return _digest(names.encode() + rounded.tobytes())
 
 
 def choices_of(groups: list[Json]) -> Iterator[Json]:

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from trainer.engines.engine import Delta, SampleRequest
 from trainer.errors import BadRequest, Unsupported
+from trainer.exact_tokens import PREFIX
 from trainer.server.backend import Backend
 from trainer.server.tool_calls import ToolCallParser
 from trainer.tokenizer import Tokenizer
@@ -158,7 +159,7 @@ class Answer:
 
     def _tokens(self, delta: Delta) -> Json:
         content: list[Json] = [
-            {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+            {"token": f"{PREFIX}{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
             for token, logprob in zip(delta.token_ids, delta.logprobs, strict=True)
         ]
         called = delta.finish_reason == "stop" and self._parsers[delta.index].calls
