@@ -6,6 +6,7 @@ The server writes one, the launcher checks it after a pull; both through this mo
 import hashlib
 import json
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,15 +32,21 @@ def sha256(path: Path) -> str:
     return digest
 
 
-def write_manifest(directory: Path, about: dict[str, Any]) -> None:
-    """Describe every file under `directory`; `about` holds step, parent, config and the like."""
+def write_manifest(
+    directory: Path, about: dict[str, Any], hashes: Mapping[str, str] | None = None
+) -> None:
+    """Describe every file under `directory`; `about` holds step, parent, config and the like.
+
+    `hashes` are those of files that were hashed while they were written.
+    """
+    known = hashes or {}
     found = (path for path in sorted(directory.rglob("*")) if path.is_file())
-    paths = [path for path in found if path.name != MANIFEST]
+    paths = {str(path.relative_to(directory)): path for path in found if path.name != MANIFEST}
     with ThreadPoolExecutor(4) as pool:  # hashing is outside Python's lock
-        hashes = list(pool.map(sha256, paths))
+        digests = list(pool.map(lambda name: known.get(name) or sha256(paths[name]), paths))
     files = {
-        str(path.relative_to(directory)): {"sha256": digest, "bytes": path.stat().st_size}
-        for path, digest in zip(paths, hashes, strict=True)
+        name: {"sha256": digest, "bytes": path.stat().st_size}
+        for (name, path), digest in zip(paths.items(), digests, strict=True)
     }
     text = json.dumps({**about, "files": files}, indent=2, sort_keys=True)
     (directory / MANIFEST).write_text(text + "\n", encoding="utf-8")

@@ -69,13 +69,14 @@ def verify(path: Path) -> dict[str, Any]:
 def save(
     checkpoints: Path,
     step: int,
-    write: Callable[[Path], None],
+    write: Callable[[Path], dict[str, str] | None],
     about: dict[str, Any],
     *,
     synced: bool = True,
 ) -> Path:
     """Write checkpoint `step` with `write(directory)`; it appears whole or not at all.
 
+    `write` may tell the sha256 of files that it has hashed already.
     A damaged checkpoint of the same step is replaced, a whole one is never touched. Until it is
     synced a power cut may damage it: leave that to `sync` where the step can be made again.
     """
@@ -88,8 +89,8 @@ def save(
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=checkpoints))
-        write(temporary)
-        write_manifest(temporary, {**about, "step": step})
+        hashes = write(temporary)
+        write_manifest(temporary, {**about, "step": step}, hashes or {})
         temporary.chmod(0o755)
         if target.is_dir():
             shutil.rmtree(target)

@@ -287,10 +287,10 @@ class Learner:
             "config": config.model_dump(mode="json") if config else None,
         }
 
-        def write(directory: Path) -> None:
-            state.write(directory, base_model=self.base_model)
+        def write(directory: Path) -> dict[str, str]:
             if rows:
                 plot_rows(rows, directory / PICTURE)
+            return state.write(directory, base_model=self.base_model)
 
         save = partial(checkpoint.save, checkpoints, step, write, about)
         # A step that was trained is in the server's journal until the server has synced it.

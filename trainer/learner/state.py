@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from trainer import checkpoint
 from trainer.config import LoraConfig
 from trainer.errors import CheckpointError
+from trainer.learner.tensor_file import write_tensors
 from trainer.learner.world import World
 from trainer.model import Policy, load_lora, peft_config
 
@@ -36,21 +37,20 @@ class State:
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1.0)
         self.generator = torch.Generator().manual_seed(seed)
 
-    def write(self, directory: Path, *, base_model: str) -> None:
-        """Write the files of a checkpoint into `directory`."""
+    def write(self, directory: Path, *, base_model: str) -> dict[str, str]:
+        """Write the files of a checkpoint into `directory`; tells the sha256 of the large ones."""
         lora = self.policy.lora
         weights: dict[str, Tensor] = {name: it.detach() for name, it in self.names.items()}
         files = {ADAPTER if lora else FULL: weights, **self._optimizer_files()}
         with ThreadPoolExecutor(len(files)) as pool:  # a file is on its way while the next is read
-            written = [
-                pool.submit(save_file, on_cpu(tensors), directory / name, {"format": "pt"})
+            written = {
+                name: pool.submit(write_tensors, on_cpu(tensors), directory / name)
                 for name, tensors in files.items()
-            ]
-            for one in written:
-                one.result()
+            }
         if lora is not None:
             config = json.dumps(peft_config(lora, base_model), indent=2)
             (directory / ADAPTER_CONFIG).write_text(config + "\n", encoding="utf-8")
+        return {name: one.result() for name, one in written.items()}
 
     def read(self, directory: Path, world: World) -> None:
         """Go on from the checkpoint in `directory`, whose files have been verified."""

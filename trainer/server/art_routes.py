@@ -34,6 +34,9 @@ Json = dict[str, Any]
 def routes(backend: Backend) -> APIRouter:
     router = APIRouter()
 
+    def recall(body: TrainRequest | SftRequest) -> None:
+        backend.ledger.recall(body.trajectory_groups)
+
     @router.post("/register")
     async def register(model: ModelWire) -> None:
         await backend.register(model)
@@ -53,13 +56,13 @@ def routes(backend: Backend) -> APIRouter:
 
     @router.post("/_train_model")
     async def train_model(
-        body: Annotated[TrainRequest, Depends(large(TrainRequest))],
+        body: Annotated[TrainRequest, Depends(large(TrainRequest, then=recall))],
     ) -> StreamingResponse:
         return await stream(await backend.train(body), verbose=body.verbose)
 
     @router.post("/_train_sft")
     async def train_sft(
-        body: Annotated[SftRequest, Depends(large(SftRequest))],
+        body: Annotated[SftRequest, Depends(large(SftRequest, then=recall))],
     ) -> StreamingResponse:
         return await stream(await backend.train(body.as_step()), verbose=body.verbose)
 
