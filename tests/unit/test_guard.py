@@ -67,6 +67,10 @@ def test_depth_counts_brackets_outside_strings_only(value: Any, deep: bool) -> N
     assert too_deep(json.dumps(value).encode()) is deep
 
 
+def test_a_body_that_was_cut_off_is_not_called_deep() -> None:
+    assert not too_deep(b"{") and not too_deep(b'{"a": [1, 2')
+
+
 @pytest.mark.parametrize(
     ("path", "header", "status"),
     [

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from kit.manifest import sha256
+from kit.manifest import read_manifest, sha256, write_manifest
 from trainer import checkpoint
 from trainer.base_models import resolve
 from trainer.config import GrpoConfig, LoraConfig
@@ -119,6 +119,33 @@ def test_a_run_resumed_after_step_3_is_bit_identical_to_an_unbroken_one(tmp_path
         train(second, tmp_path / "broken", groups(step))
     for step in range(6):
         assert files(tmp_path / "unbroken", step) == files(tmp_path / "broken", step)
+
+
+def test_a_checkpoint_with_the_optimizer_in_one_file_is_gone_on_from(tmp_path: Path) -> None:
+    for run in ("new", "old"):
+        train(learner(), tmp_path / run, groups(0))
+    path = checkpoint.path_of(tmp_path / "old", 1)
+    tensors: dict[str, torch.Tensor] = {}
+    for moment in state.MOMENTS:
+        tensors |= load_file(path / state.OPTIMIZER.format(moment))
+        (path / state.OPTIMIZER.format(moment)).unlink()
+    save_file(tensors, path / "optimizer.safetensors")
+    about = read_manifest(path)
+    assert about
+    write_manifest(path, {key: value for key, value in about.items() if key != "files"})
+    for run in ("new", "old"):
+        train(learner(), tmp_path / run, groups(1))
+    assert files(tmp_path / "new", 2) == files(tmp_path / "old", 2)
+
+
+def test_only_files_that_the_manifest_vouches_for_are_read(tmp_path: Path) -> None:
+    for run in ("alone", "beside"):
+        train(learner(), tmp_path / run, groups(0))
+    path = checkpoint.path_of(tmp_path / "beside", 1)
+    save_file({"generator": torch.zeros(9, dtype=torch.uint8)}, path / "optimizer.safetensors")
+    for run in ("alone", "beside"):
+        train(learner(), tmp_path / run, groups(1))
+    assert files(tmp_path / "alone", 2) == files(tmp_path / "beside", 2)
 
 
 def test_a_run_can_be_switched_and_forked(tmp_path: Path) -> None:

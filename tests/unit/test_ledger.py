@@ -1,6 +1,8 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from trainer.server.ledger import Entry, Ledger, choices_of
 
 
@@ -43,11 +45,30 @@ def test_prompts_that_cannot_be_told_apart_are_not_guessed(tmp_path: Path) -> No
 def test_what_no_model_sampled_is_not_found(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.db")
     assert ledger.find(choice([99999999999], [-0.5])) is None
-    null = choice([7], [-0.5])
-    null["logprobs"]["content"][0]["logprob"] = None
-    assert ledger.find(null) is None
     parts = {"message": {"content": [{"type": "text", "text": "x"}]}, "logprobs": None}
     assert ledger.find(parts) is None
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        {"content": [{"token": "token_id:7", "logprob": None}]},
+        {"content": [{"token": "token_id:7", "logprob": 10**400}]},
+        {"content": [{"token": "\ud800token_id:7", "logprob": -0.5}]},
+        {"content": [{"token": 7, "logprob": -0.5}]},
+        {"content": [5]},
+        {"content": 5},
+        [1],
+    ],
+)
+def test_logprobs_that_nobody_sampled_leave_the_text_to_go_by(
+    tmp_path: Path, logprobs: object
+) -> None:
+    ledger = Ledger(tmp_path / "ledger.db")
+    ledger.record(entry([1], [7], [-0.5]), "lone \ud800")
+    given = {**choice([7], [-0.5], content="lone \ud800"), "logprobs": logprobs}
+    found = ledger.find(given)
+    assert found and found.completion_ids == [7]
 
 
 def test_a_choice_without_tokens_is_found_by_its_text_only_if_that_is_unique(

@@ -177,6 +177,17 @@ def test_a_logprob_that_cannot_be_is_refused(tokenizer: Tokenizer, logprob: floa
         tokenize_trajectory(tokenizer, trajectory(USER, given))
 
 
+@pytest.mark.parametrize("logprobs", [[1], "abc", {"content": 5}, {"content": [5]}])
+def test_logprobs_of_another_form_are_refused(tokenizer: Tokenizer, logprobs: object) -> None:
+    with pytest.raises(BadRequest, match="no list of objects"):
+        tokenize_trajectory(tokenizer, trajectory(USER, {**choice("yes"), "logprobs": logprobs}))
+
+
+def test_logprobs_far_below_zero_are_taken(tokenizer: Tokenizer) -> None:
+    given = trajectory(USER, sampled([1], [4, 5], [-1e308, -1e308]))
+    assert tokenize_trajectory(tokenizer, given).chosen == 2
+
+
 @pytest.mark.parametrize("message", [None, "yes"])
 def test_a_choice_without_a_message_is_refused(tokenizer: Tokenizer, message: object) -> None:
     with pytest.raises(BadRequest, match=f"the message `{message}`"):

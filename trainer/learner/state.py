@@ -1,10 +1,11 @@
 """What a run carries from step to step: trained weights, AdamW's moments, the generator.
 
-On disk it is two safetensors files in a checkpoint; nothing is ever unpickled.
+On disk it is safetensors files in a checkpoint; nothing is ever unpickled.
 """
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kit.manifest import read_manifest
 from trainer import checkpoint
 from trainer.config import LoraConfig
 from trainer.errors import CheckpointError
@@ -107,9 +109,17 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_optimizer(directory: Path) -> dict[str, Tensor]:
+    """The optimizer's tensors, from the files that the manifest vouches for."""
+    manifest = read_manifest(directory) or {"files": {}}
     tensors: dict[str, Tensor] = {}
-    for path in sorted(directory.glob("optimizer*.safetensors")):
-        tensors |= read_tensors(path)
+    for name in manifest["files"]:
+        if fnmatch(name, "optimizer*.safetensors"):  # once it was a single file
+            tensors |= read_tensors(directory / name)
+    if "generator" not in tensors:
+        raise CheckpointError(
+            f"The checkpoint `{directory}` has no state of an optimizer",
+            hint="Use the step before it, or pull it again",
+        )
     return tensors
 
 

@@ -176,8 +176,7 @@ def read_choice(item: Item) -> _Choice:
     if exact := exact_tokens.take(item):
         choice = _Choice(exact.completion_ids, exact.logprobs, exact.prompt_ids)
     else:
-        found = item.get("logprobs") or {}
-        tokens = [*(found.get("content") or []), *(found.get("refusal") or [])]
+        tokens = _tokens(item)
         logprobs = [_logprob(token) for token in tokens]
         choice = _Choice(_token_ids(tokens), logprobs)
     tokens_found = len(choice.completion or [])
@@ -186,24 +185,40 @@ def read_choice(item: Item) -> _Choice:
             f"A choice has `{tokens_found}` tokens and `{len(choice.logprobs)}` logprobs",
             hint="Send choices as the server returned them",
         )
-    # The sum of what is not finite is not finite either, and quicker to look at.
-    if not math.isfinite(sum(choice.logprobs)) or max(choice.logprobs, default=0.0) > 1e-3:
-        wrong = next(it for it in choice.logprobs if not math.isfinite(it) or it > 1e-3)
-        raise BadRequest(
-            f"A choice has the logprob `{wrong}`",
-            hint="Send logprobs as the server returned them: finite and not above zero",
+    if not all(map(math.isfinite, choice.logprobs)) or max(choice.logprobs, default=0.0) > 1e-3:
+        raise _wrong_logprob(
+            next(it for it in choice.logprobs if not math.isfinite(it) or it > 1e-3)
         )
     return choice
 
 
+def _tokens(item: Item) -> list[Item]:
+    """The tokens that a choice has logprobs of."""
+    found = item.get("logprobs") or {}
+    try:
+        tokens = [*(found.get("content") or []), *(found.get("refusal") or [])]
+    except (AttributeError, TypeError):
+        tokens = [None]
+    if not all(isinstance(token, Mapping) for token in tokens):
+        raise BadRequest(
+            "A choice has logprobs that are no list of objects in `content`",
+            hint="Send choices as the server returned them",
+        )
+    return tokens
+
+
 def _logprob(token: Item) -> float:
     logprob = token.get("logprob")
-    if not isinstance(logprob, int | float):
-        raise BadRequest(
-            f"A choice has the logprob `{logprob}`",
-            hint="Send logprobs as the server returned them: finite and not above zero",
-        )
+    if not isinstance(logprob, int | float) or abs(logprob) > 1e308:  # an int may be any size
+        raise _wrong_logprob(logprob)
     return float(logprob)
+
+
+def _wrong_logprob(logprob: object) -> BadRequest:
+    return BadRequest(
+        f"A choice has the logprob `{str(logprob)[:40]}`",
+        hint="Send logprobs as the server returned them: finite and not above zero",
+    )
 
 
 def _token_ids(tokens: Sequence[Item]) -> list[int] | None:

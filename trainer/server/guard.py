@@ -91,8 +91,8 @@ def too_deep(body: bytes) -> bool:
     brackets = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _DROP)
     # Two quotes in a row end a string and begin the next: what is between others stays inside.
     brackets = re.sub(rb'"[^"]*"', b"", brackets.replace(b'""', b""))
+    if brackets.count(b"[") + brackets.count(b"{") <= MAX_DEPTH:
+        return False
     for _ in range(MAX_DEPTH):  # each round takes the innermost level away
-        if not brackets:
-            break
         brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
     return b"[" in brackets or b"{" in brackets

@@ -75,7 +75,7 @@ class Ledger:
                 _fingerprint(
                     "".join(f"{PREFIX}{id}" for id in entry.completion_ids), entry.logprobs
                 ),
-                _digest(content.encode()),
+                _digest(content.encode(errors="surrogatepass")),
                 entry.model,
                 entry.step,
                 entry.lora_sha256,
@@ -114,7 +114,11 @@ class Ledger:
             return rows[-1] if same else None
         content = (choice.get("message") or {}).get("content")
         is_text = isinstance(content, str) and content
-        rows = self._rows("content", _digest(str(content).encode())) if is_text else []
+        rows = (
+            self._rows("content", _digest(str(content).encode(errors="surrogatepass")))
+            if is_text
+            else []
+        )
         return rows[0] if len(rows) == 1 else None
 
     def forget(self, model: str, *, before: int) -> None:
@@ -133,13 +137,14 @@ class Ledger:
 
 def fingerprint(choice: Json) -> bytes | None:
     """What identifies a choice whose logprobs are of tokens named `token_id:N`, else None."""
-    content = (choice.get("logprobs") or {}).get("content") or []
     try:
+        content = (choice.get("logprobs") or {}).get("content") or []
         tokens, logprobs = zip(*map(_TOKEN_AND_LOGPROB, content), strict=True)
         names = "".join(tokens)
-        return _fingerprint(names, logprobs) if names.count(PREFIX) == len(tokens) else None
-    except (KeyError, TypeError, ValueError):
-        return None  # nothing of ours
+        ours = names.count(PREFIX) == len(tokens) and None not in logprobs
+        return _fingerprint(names, logprobs) if ours else None
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
+        return None  # whatever that is, nothing here was sampled as it
 
 
 def _fingerprint(names: str, logprobs: Sequence[float]) -> bytes:
