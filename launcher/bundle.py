@@ -9,6 +9,7 @@ from pathlib import Path
 
 from launcher.errors import LauncherError
 from launcher.provider import STATE_DIR, Provider
+from launcher.settings import MADE_UP_KEY
 
 _FILES = (
     "logs/*.log",
@@ -19,7 +20,10 @@ _FILES = (
 
 
 def pack(provider: Provider, cluster: str, to: Path, secrets: Sequence[str]) -> list[str]:
-    """Write a `.tar.gz` to `to` and return the names in it; no value of `secrets` is in it."""
+    """Write a `.tar.gz` to `to` and return the names in it.
+
+    No value of `secrets` is in it, nor a key that `up` made up.
+    """
     with tempfile.TemporaryDirectory() as directory:
         base = Path(directory)
         for run in provider.runs(cluster):
@@ -34,7 +38,7 @@ def pack(provider: Provider, cluster: str, to: Path, secrets: Sequence[str]) -> 
         try:
             with tarfile.open(to, "w:gz") as archive:
                 for path in sorted(path for path in base.rglob("*") if path.is_file()):
-                    content = path.read_bytes()
+                    content = MADE_UP_KEY.sub(b"[secret]", path.read_bytes())
                     for secret in sorted(secrets, key=len, reverse=True):  # one may begin another
                         content = content.replace(secret.encode(), b"[secret]")
                     about = archive.gettarinfo(path, f"{cluster}/{path.relative_to(base)}")

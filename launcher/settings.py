@@ -1,12 +1,21 @@
 """What the laptop side reads from flags, the environment and `.env`."""
 
+import re
 from pathlib import Path
+from secrets import token_urlsafe
 from typing import Annotated
 
 from pydantic import Field, SecretStr
 
 from kit.config import Config
 from kit.settings import Env, gather, variables
+
+MADE_UP_KEY = re.compile(rb"art-key-[\w-]{43}")
+
+
+def made_up_key() -> str:
+    """A key that is kept nowhere on this side, and told by its form where it must not be seen."""
+    return f"art-key-{token_urlsafe(32)}"
 
 
 class Settings(Config):

@@ -9,7 +9,7 @@ from click.testing import Result
 
 from launcher.cluster import Cluster
 from launcher.provider import Cost
-from launcher.settings import Settings
+from launcher.settings import Settings, made_up_key
 from launcher.task import Task
 from launcher.testing import FakeProvider
 
@@ -275,6 +275,17 @@ def test_a_bundle_blacks_out_the_secrets_that_only_the_task_declares(
         assert file is not None and file.read() == b"[secret] of 1\n"
     kept = [path for path in Path.home().rglob("*") if path.is_file()]
     assert not [path for path in kept if b"output" in path.read_bytes()]
+
+
+def test_a_bundle_blacks_out_a_key_that_was_made_up(
+    invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = f"Bearer {made_up_key()}, {made_up_key()}\n"
+    monkeypatch.setattr(provider, "logs", lambda *_, out, **__: out.write(text))
+    assert invoke("logs", "--bundle", "b.tar.gz", provider=provider).exit_code == 0
+    with tarfile.open("b.tar.gz") as archive:
+        file = archive.extractfile(archive.getnames()[0])
+        assert file is not None and file.read() == b"Bearer [secret], [secret]\n"
 
 
 def test_doctor_finds_a_misspelt_variable_and_an_open_env_file(
