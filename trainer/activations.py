@@ -50,7 +50,7 @@ def plan(
     least = a.dim * tokens * bytes_each
     # The gradients of the layer under way, about as large as what it keeps, and the head's, which
     # are in fp32 for every token.
-    parts = 3 * bytes_each * (tokens // 64) * a.ffn_dim * rank if fused else 0
+    parts = 12 * (tokens // 64) * a.ffn_dim * rank if fused else 0
     logits = 4 * min(tokens, HEAD[0]) * min(a.vocab_size, HEAD[1])
     under_way = max(fast + parts, logits) + 8 * a.dim * tokens
     room = free * FREE_SHARE - under_way

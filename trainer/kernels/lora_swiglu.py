@@ -234,16 +234,13 @@ def lora_swiglu_backward(
     gate_up_grad = torch.empty_like(gate_up, dtype=None if scales is None else FP8)
     low_parts = gate_up.new_empty(chunks, tokens, 2 * rank, dtype=torch.float32)
     blocks = triton.cdiv(tokens, TILE["BT"])
-    # Rounded as the activations are: in fp32 these sums of 64 tokens are a tenth of the kernel's
-    # time, and what rounding loses is a tenth of what the gradient lacks in bf16 anyway.
-    weight_parts = gate_up.new_empty(blocks, 3, inner, rank)
+    weight_parts = gate_up.new_empty(blocks, 3, inner, rank, dtype=torch.float32)
     given = (gate_up, low, gate_b, up_b, down_a, grad, down_grad)
     found = (gate_up_grad, low_parts, weight_parts)
     unused = low_parts  # a kernel wants a tensor
     whole = (*given, *found, unused if scales is None else scales)
     _launch(_backward, chunks, whole, FP8=scales is not None)
-    weights = weight_parts.sum(dim=0, dtype=torch.float32)
-    return gate_up_grad, low_parts.sum(dim=0).to(low.dtype), weights
+    return gate_up_grad, low_parts.sum(dim=0).to(low.dtype), weight_parts.sum(dim=0)
 
 
 @lora_swiglu_backward.register_fake

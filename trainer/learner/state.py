@@ -113,7 +113,7 @@ def read_optimizer(directory: Path) -> dict[str, Tensor]:
     manifest = read_manifest(directory) or {"files": {}}
     tensors: dict[str, Tensor] = {}
     for name in manifest["files"]:
-        if fnmatch(name, "optimizer*.safetensors"):  # once it was a single file
+        if fnmatch(name, "optimizer*.safetensors"):  # older checkpoints have one
             tensors |= read_tensors(directory / name)
     if "generator" not in tensors:
         raise CheckpointError(

@@ -34,9 +34,6 @@ Json = dict[str, Any]
 def routes(backend: Backend) -> APIRouter:
     router = APIRouter()
 
-    def recall(body: TrainRequest | SftRequest) -> None:
-        backend.ledger.recall(body.trajectory_groups)
-
     @router.post("/register")
     async def register(model: ModelWire) -> None:
         await backend.register(model)
@@ -56,13 +53,13 @@ def routes(backend: Backend) -> APIRouter:
 
     @router.post("/_train_model")
     async def train_model(
-        body: Annotated[TrainRequest, Depends(large(TrainRequest, then=recall))],
+        body: Annotated[TrainRequest, Depends(large(TrainRequest))],
     ) -> StreamingResponse:
         return await stream(await backend.train(body), verbose=body.verbose)
 
     @router.post("/_train_sft")
     async def train_sft(
-        body: Annotated[SftRequest, Depends(large(SftRequest, then=recall))],
+        body: Annotated[SftRequest, Depends(large(SftRequest))],
     ) -> StreamingResponse:
         return await stream(await backend.train(body.as_step()), verbose=body.verbose)
 

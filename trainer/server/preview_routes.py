@@ -110,13 +110,8 @@ def _add_checkpoints(router: APIRouter, backend: Backend) -> None:
 
 
 def _add_jobs(router: APIRouter, backend: Backend) -> None:
-    def recall(body: CreateJob) -> None:
-        backend.ledger.recall(body.trajectory_groups)
-
     @router.post("/training-jobs")
-    async def create_job(
-        body: Annotated[CreateJob, Depends(large(CreateJob, then=recall))],
-    ) -> Json:
+    async def create_job(body: Annotated[CreateJob, Depends(large(CreateJob))]) -> Json:
         model = _model(backend, body.model_id)
         wire = ModelWire(
             name=model.name, project=model.project, base_model=backend.models.base_model

@@ -56,7 +56,7 @@ class Trainings:
     async def admit(
         self, model: Model, request: TrainRequest, base_model: str, learner: Learner | None
     ) -> Training:
-        """Check the request, whose choices were matched with the ledger; write it down and start.
+        """Check the request, write it down and start the step.
 
         The same body again, while its answer was not delivered, is the same step.
         """
@@ -89,6 +89,7 @@ class Trainings:
             return self.start(model, journaled, learner)
 
     def _write_down(self, model: Model, request: Request) -> None:
+        self._ledger.recall(request.groups)
         model.journal.begin(request)
         self._ledger.forget(model.key, before=request.step - REMEMBERED)
 

@@ -99,16 +99,13 @@ class SftRequest(pydantic.BaseModel):
     verbose: bool = False
     digest: str
 
-    @property
-    def trajectory_groups(self) -> list[Json]:
-        return [{"trajectories": self.trajectories}]
-
     def as_step(self) -> TrainRequest:
         """The same as a step of the other kind: what is journaled and trained is of one form."""
+        group = {"trajectories": self.trajectories}
         config = {**self.config, "kind": "sft"}
         return TrainRequest(
             model=self.model,
-            trajectory_groups=self.trajectory_groups,
+            trajectory_groups=[group],
             config=config,
             verbose=self.verbose,
             digest=self.digest,
