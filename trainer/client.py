@@ -136,7 +136,8 @@ class ArtBackend:
             raise self._unreachable(exc) from exc
         except httpx.TransportError as exc:
             raise TrainerError(
-                f"The step was broken off: {exc}", hint="See the server's log, and train again"
+                f"The step was broken off: {str(exc) or type(exc).__name__}",
+                hint="See the server's log, and train again",
             ) from exc
 
     async def _post(self, path: str, body: Any) -> Any:

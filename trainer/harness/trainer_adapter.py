@@ -103,6 +103,9 @@ class ARTTrainerAdapter:
         logger.info("Model `%s` of project `%s` is at step %s", backend.name, backend.project, step)
 
     async def close(self) -> None:
+        """End the jobs that still run before the connection, which they would try to restore."""
+        for job in self._jobs.values():
+            await self.cancel(job.ref)
         if self._client:
             await self._client.close()
 
@@ -195,7 +198,7 @@ class ARTTrainerAdapter:
         """Stop waiting for a job. A step that the backend has begun ends there: it is journaled."""
         job = self._jobs[ref.run_id]
         job.task.cancel()
-        await asyncio.wait([job.task])
+        await asyncio.gather(job.task, return_exceptions=True)
 
     async def _train(
         self, step: int, rows: list[dict[str, float]], groups: list[WireGroup]

@@ -23,8 +23,9 @@ def stop_at(project: Any, line: str, times: int, how: signal.Signals = signal.SI
                 process.send_signal(how)
                 break
         rest = process.stderr.read()
+    ended = process.wait(30)
     assert "Traceback" not in rest
-    return process.wait(30)
+    return ended
 
 
 def step_of(server: Any, project: Any) -> int:
