@@ -53,6 +53,9 @@ class ReplayEngine:
 
     async def configure(self, arguments: Mapping[str, Any]) -> None: ...
 
+    async def make_room(self) -> bool:
+        return False
+
     async def load(self, lora: str, path: Path) -> None: ...
 
     async def unload(self, lora: str) -> None: ...

@@ -29,7 +29,7 @@ def cli() -> None:
 def devices(command: Any) -> Any:
     """The options of where engine and learner compute."""
     for name in ("learner", "engine"):
-        text = f"GPUs of the {name}, such as 0,1.  [all]"
+        text = f"GPUs of the {name}, such as 0,1.  [its own, of several]"
         command = click.option(f"--{name}-devices", metavar="GPUS", help=text)(command)
     return command
 

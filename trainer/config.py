@@ -200,9 +200,9 @@ class ServerConfig(Config):
     state_dir: str = ".art"
     """Where models, checkpoints and logs live."""
     engine_devices: str | None = Field(None, pattern=DEVICES)
-    """GPUs of the engine, such as `0,1`; None is all of them, shared with the learner."""
+    """GPUs of the engine, such as `0,1`; None is its share of those that are not the learner's."""
     learner_devices: str | None = Field(None, pattern=DEVICES)
-    """GPUs of the learner, one process each; None is all of them."""
+    """GPUs of the learner, one process each; None is those that are not the engine's."""
     nodes: int = Field(1, ge=1)
     """Machines that train a step together, this one included; the others run `trainer engine`."""
     nodes_host: str | None = None
@@ -251,9 +251,9 @@ class NodeConfig(Config):
     vllm: Annotated[str | None, Env("ART_VLLM")] = None
     """Python of another environment that has vLLM; None is the one this program runs in."""
     engine_devices: str | None = Field(None, pattern=DEVICES)
-    """GPUs of the engine, such as `0,1`; None is all of them, shared with the learner."""
+    """GPUs of the engine, such as `0,1`; None is its share of those that are not the learner's."""
     learner_devices: str | None = Field(None, pattern=DEVICES)
-    """GPUs of the learner, one process each; None is all of them."""
+    """GPUs of the learner, one process each; None is those that are not the engine's."""
     node_dir: str = ".art/nodes"
     """Where LoRAs and logs live, in a directory of the machine's name."""
     api_key: Annotated[SecretStr | None, Env("ART_API_KEY")] = None

@@ -1,6 +1,7 @@
 """Where and in which precision a model computes: the same answer for engine and learner."""
 
 import ctypes
+import gc
 import platform
 from pathlib import Path
 
@@ -29,3 +30,9 @@ def keep_freed_memory() -> None:
     trim_threshold, mmap_threshold, gibibyte = -1, -3, 1 << 30
     for option in (trim_threshold, mmap_threshold):
         ctypes.CDLL(None).mallopt(option, gibibyte)
+
+
+def release_memory() -> None:
+    """Give back the GPU memory that torch holds without using it: another process needs it."""
+    gc.collect()
+    torch.cuda.empty_cache()

@@ -59,7 +59,7 @@ class OutOfMemory(TrainerError):
     status = 507
     hint = (
         "Lower `gpu_memory_utilization` of the engine, `max_seq_length` or the number of "
-        "generations, raise `tensor_parallel_size`, or set `activation_checkpointing`"
+        "generations, or give the learner more GPUs"
     )
 
 

@@ -58,6 +58,9 @@ class ScriptedEngine:
     async def configure(self, arguments: Mapping[str, Any]) -> None:
         await self._inner.configure(arguments)
 
+    async def make_room(self) -> bool:
+        return await self._inner.make_room()
+
     async def load(self, lora: str, path: Path) -> None:
         await self._inner.load(lora, path)
 

@@ -119,10 +119,10 @@ async def test_two_machines_give_the_gradients_of_one_that_is_alone(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     master = f"127.0.0.1:{free_port()}"
-    peers = Peers(tmp_path / "peers.log", devices=None)
+    peers = Peers(tmp_path / "peers.log")
     (tmp_path / "elsewhere").mkdir()
     with contextlib.chdir(tmp_path / "elsewhere"):  # where there is no checkpoint
-        await peers.join("tiny-random", number=1, nodes=2, master=master)
+        await peers.join("tiny-random", None, number=1, nodes=2, master=master)
         while not (tmp_path / "peers.log").exists():
             await asyncio.sleep(0.01)
     try:

@@ -109,7 +109,7 @@ def test_two_machines_sample_and_train_as_one_and_a_killed_one_loses_no_request(
     python = PYTHON.format(clone=laptop.clone)
     # The learner's processes meet at the port below the one of the nodes.
     overrides = {"ENGINE": "embedded", "NODES_PORT": laptop.free_ports()[1]}
-    overrides |= {"BASE_MODEL": "tiny-random", "ENGINE_DEVICES": "", "LEARNER_DEVICES": ""}
+    overrides |= {"BASE_MODEL": "tiny-random"}
     envs = " ".join(f"--env {name}={value}" for name, value in overrides.items())
     laptop.run(
         f"./launch-cluster.sh sky/art-multi-node.yaml --gpus none --cpus 4 --memory 8 {envs}"

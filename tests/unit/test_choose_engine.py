@@ -11,7 +11,7 @@ from trainer.config import ServerConfig
 from trainer.engines import choose
 from trainer.engines.replicas import Replicas
 from trainer.engines.vllm import VllmEngine
-from trainer.engines.vllm_args import check, defaults, flags, rank_for
+from trainer.engines.vllm_args import check, flags, rank_for
 from trainer.errors import Unsupported, WorkerDied
 from trainer.learner.handle import Learner
 
@@ -33,12 +33,6 @@ def test_auto_is_vllm_where_a_card_and_vllm_are_found(
     monkeypatch.setattr(choose, "_is_installed", lambda _: vllm)
     config = ServerConfig.model_validate({"engine": asked})
     assert choose.chosen(config) == expected
-
-
-def test_hidden_cards_are_no_cards(monkeypatch: pytest.MonkeyPatch) -> None:
-    for hidden in ("", "-1"):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert not choose.has_cuda()
 
 
 def test_the_program_is_a_python_an_environment_or_a_vllm(tmp_path: Path) -> None:
@@ -100,20 +94,6 @@ def test_fp8_is_for_vllm_on_a_card_and_reaches_learner_and_engine_alike(
             {"nodes": 2, "nodes_host": "10.0.0.1", "quantization": "fp8"},
             source="here",
         )
-
-
-@pytest.mark.parametrize(
-    ("engine", "learner", "parallel", "memory"),
-    [("0,1", "2,3", 2, 0.9), ("0", "1", None, 0.9), ("0,1", "1", 2, 0.5), (None, None, None, 0.5)],
-)
-def test_gpus_of_its_own_are_split_over_and_filled(
-    engine: str | None, learner: str | None, parallel: int | None, memory: float
-) -> None:
-    config = ServerConfig(engine_devices=engine, learner_devices=learner)
-    shared = choose._shares_devices(config)
-    settings = defaults(resolve("tiny-random"), rank=8, cuda=True, devices=engine, shared=shared)
-    assert settings.get("tensor_parallel_size") == parallel
-    assert settings["gpu_memory_utilization"] == memory
 
 
 async def test_a_worker_sees_only_the_gpus_it_was_given(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from trainer import checkpoint
 from trainer.config import LoraConfig
-from trainer.errors import DiskFull, TrainerError
+from trainer.errors import DiskFull, OutOfMemory, TrainerError
 from trainer.learner.handle import Learner
 from trainer.server.gate import Gate
 from trainer.server.journal import Request
@@ -24,11 +24,21 @@ class SavingLearner(Learner):
     """Makes the checkpoints and trains nothing."""
 
     def __init__(self) -> None:
-        pass
+        self.crowded = False
+        self.too_large = 0
+        """How many more times the step does not fit."""
+        self.did: list[str] = []
+
+    async def release(self) -> None:
+        self.did.append("released")
 
     async def train(
         self, checkpoints: Path, groups: Any, config: Any, lora: Any
     ) -> AsyncIterator[dict[str, Any]]:
+        self.did.append("tried")
+        if self.too_large:
+            self.too_large -= 1
+            raise OutOfMemory("The step does not fit the GPU")
         yield {"loss": float(groups[0]["number"])}
 
         def write(directory: Path) -> None:
@@ -40,15 +50,16 @@ class SavingLearner(Learner):
 
 
 class Steps:
-    """The steps of one model, whose engine may refuse to load."""
+    """The steps of one model, whose engine may refuse to load or to make room."""
 
     def __init__(self, directory: Path) -> None:
         self.model = Model("p", "m", directory, LoraConfig(), prepared=True)
+        self.learner = SavingLearner()
         self.refuses = False
+        self.makes_room = True
         reports = Reports(None, directory)
-        self.trainings = Trainings(
-            Ledger(directory / "l.db"), Gate(), self._load, self._check, Metrics(), reports
-        )
+        acts = (self._load, self._check, self._make_room)
+        self.trainings = Trainings(Ledger(directory / "l.db"), Gate(), *acts, Metrics(), reports)
 
     async def _load(self, model: Model, step: int) -> None:
         if self.refuses:
@@ -57,10 +68,14 @@ class Steps:
     async def _check(self, model: Model) -> dict[str, float]:
         return {"canary/logprob_difference": 0.0}
 
+    async def _make_room(self) -> bool:
+        self.learner.did.append("made room")
+        return self.makes_room
+
     def train(self, number: int) -> Training:
         request = Request(self.model.step + 1, str(number), "b", {}, [{"number": number}], {})
         self.model.journal.begin(request)
-        return self.trainings.start(self.model, request, SavingLearner())
+        return self.trainings.start(self.model, request, self.learner)
 
 
 async def test_a_step_that_cannot_be_served_is_not_taken_for_the_next_one(tmp_path: Path) -> None:
@@ -119,4 +134,41 @@ async def test_a_step_stands_though_the_history_cannot_be_written(tmp_path: Path
     (tmp_path / "history.jsonl").mkdir()
     await steps.train(1).wait()
     assert steps.model.step == 1
+    await steps.trainings.stop()
+
+
+async def test_a_step_that_does_not_fit_is_tried_again_and_then_the_engine_makes_room(
+    tmp_path: Path,
+) -> None:
+    steps = Steps(tmp_path)
+    steps.learner.too_large = 1  # and keeps less the second time
+    await steps.train(1).wait()
+    assert steps.learner.did == ["tried", "tried"]
+    steps.learner.did.clear()
+    steps.learner.too_large = 2
+    await steps.train(2).wait()
+    assert steps.learner.did == ["tried", "tried", "made room", "tried", "released"]
+    steps.learner.did.clear()
+    await steps.train(3).wait()
+    assert steps.learner.did == ["made room", "tried", "released"]
+    assert steps.model.step == 3
+    steps.learner.did.clear()
+    steps.learner.too_large = 3
+    with pytest.raises(OutOfMemory):
+        await steps.train(4).wait()
+    assert steps.learner.did[-2:] == ["tried", "released"]
+    assert steps.model.step == 3
+    await steps.trainings.stop()
+
+
+async def test_a_step_that_does_not_fit_fails_where_the_engine_has_no_room_to_give(
+    tmp_path: Path,
+) -> None:
+    steps = Steps(tmp_path)
+    steps.makes_room = False
+    steps.learner.too_large = 2
+    with pytest.raises(OutOfMemory):
+        await steps.train(1).wait()
+    assert steps.learner.did == ["tried", "tried", "made room"]
+    assert steps.model.step == 0 and steps.model.unfinished() is None
     await steps.trainings.stop()

@@ -11,19 +11,39 @@ from typing import Any, Literal
 
 from kit.errors import ConfigError, NotInstalled
 from trainer.config import ServerConfig
+from trainer.devices import are_shared, has_cuda, share_out
 from trainer.engines import vllm_args
 from trainer.engines.embedded import EmbeddedEngine
 from trainer.engines.engine import Engine
 from trainer.engines.replicas import Meeting, Replicas
 from trainer.engines.vllm import VllmEngine
 
+Json = dict[str, Any]
 
-def create_engine(config: ServerConfig, base_model: str, directory: Path, logs: Path) -> Engine:
+
+def placed(
+    config: ServerConfig, directory: Path, asked: Json, *, trains: bool = True
+) -> ServerConfig:
+    """`config` with the GPUs of engine and learner; `asked` are a client's `engine_args`."""
+    return share_out(
+        config,
+        directory,
+        {**vllm_arguments(config), **asked},
+        several=chosen(config) == "vllm",
+        trains=trains,
+    )
+
+
+def create_engine(
+    config: ServerConfig, base_model: str, directory: Path, logs: Path, *, trains: bool = True
+) -> Engine:
     """The engine that `config` asks for, not started yet; other machines may add theirs to it.
 
-    What a client asks for in `engine_args` is given to its `configure`, before or after.
+    What a client asks for in `engine_args` is given to its `configure`, before or after. `trains`:
+    a learner is on this machine too.
     """
-    own = _own_engine(config, directory, log=logs / "engine.log")
+    shared = trains and are_shared(config)
+    own = _own_engine(config, directory, log=logs / "engine.log", shared=shared)
     if config.nodes_host is None:
         return own
     assert config.api_key  # without one the server does not start
@@ -45,7 +65,7 @@ def create_engine(config: ServerConfig, base_model: str, directory: Path, logs: 
     return Replicas(own, meeting)
 
 
-def _own_engine(config: ServerConfig, directory: Path, *, log: Path) -> Engine:
+def _own_engine(config: ServerConfig, directory: Path, *, log: Path, shared: bool) -> Engine:
     _check_quantization(config)
     if chosen(config) == "embedded":
         if config.engine_args:
@@ -63,11 +83,11 @@ def _own_engine(config: ServerConfig, directory: Path, *, log: Path) -> Engine:
         cuda=has_cuda(),
         arguments=vllm_arguments(config),
         devices=config.engine_devices,
-        shared=_shares_devices(config),
+        shared=shared,
     )
 
 
-def vllm_arguments(config: ServerConfig) -> dict[str, Any]:
+def vllm_arguments(config: ServerConfig) -> Json:
     """What this server's vLLM is started with, and that of every machine that joins it."""
     return {**vllm_args.quantization(config.quantization), **config.engine_args}
 
@@ -91,22 +111,6 @@ def chosen(config: ServerConfig) -> Literal["vllm", "embedded"]:
     if config.engine != "auto":
         return config.engine
     return "vllm" if has_cuda() and (config.vllm or _is_installed("vllm")) else "embedded"
-
-
-def _shares_devices(config: ServerConfig) -> bool:
-    """Whether engine and learner have a GPU in common; each has all of them unless it is told."""
-    engine, learner = config.engine_devices, config.learner_devices
-    if engine is None or learner is None:
-        return True
-    return bool(set(engine.split(",")) & set(learner.split(",")))
-
-
-def has_cuda() -> bool:
-    """Whether a process started from here would see an NVIDIA card."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1"):
-        return False
-    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def vllm_program(given: str | None) -> list[str]:

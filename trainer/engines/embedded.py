@@ -47,6 +47,9 @@ class EmbeddedEngine:
     async def configure(self, arguments: Mapping[str, Any]) -> None:
         """Nothing to do: `trainer.server.settings` refuses what would need something done."""
 
+    async def make_room(self) -> bool:
+        return False
+
     async def load(self, lora: str, path: Path) -> None:
         self._paths[lora] = path
         await self._hold(lora)

@@ -58,6 +58,9 @@ class Engine(Protocol):
     async def configure(self, arguments: Mapping[str, Any]) -> None:
         """Take the `engine_args` of one more client; what differs from another's is a Conflict."""
 
+    async def make_room(self) -> bool:
+        """Leave the GPU it shares to the learner until its next use; False where it cannot."""
+
     async def load(self, lora: str, path: Path) -> None:
         """Make the LoRA in `path` available; a name that is loaded already stays as it is."""
 

@@ -25,7 +25,7 @@ from kit.errors import ConfigError, KitError
 from trainer.base_models import resolve
 from trainer.calls import Json, write_error
 from trainer.config import LoraConfig, NodeConfig, ServerConfig
-from trainer.engines.choose import create_engine
+from trainer.engines.choose import create_engine, placed
 from trainer.engines.engine import Engine, SampleRequest
 from trainer.engines.link import MAX_BYTES
 from trainer.engines.lora_files import Hashes, LoraStore
@@ -55,7 +55,7 @@ class Node:
         self._begun: Json = {}
         self._engine: Engine | None = None
         self._loras: dict[str, Path] = {}
-        self._peers = Peers(self._directory / "logs" / "learner.log", config.learner_devices)
+        self._peers = Peers(self._directory / "logs" / "learner.log")
         self._handlers: dict[str, Callable[..., Any]] = {
             "begin": self._begin,
             "configure": self._configure,
@@ -166,24 +166,28 @@ class Node:
         number: int | None,
     ) -> None:
         """Start the engine that the head has too; one that runs already is kept."""
-        same = {"base_model": base_model, "engine": engine, "args": engine_args, "asked": asked}
         directory = await asyncio.to_thread(resolve, base_model)
-        if learner is not None and number is not None:
-            await self._peers.join(base_model, number=number, **learner)
+        part = None if learner is None or number is None else {**learner, "number": number}
+        config = ServerConfig(
+            engine=engine,
+            engine_args=engine_args,
+            engine_devices=self._config.engine_devices,
+            learner_devices=self._config.learner_devices,
+            vllm=self._config.vllm,
+            lora=LoraConfig(rank=rank),
+        )
+        trains = part is not None
+        config = placed(config, directory, asked, trains=trains)
+        if part is not None:
+            await self._peers.join(base_model, config.learner_devices, **part)
+        same: Json = {"base_model": base_model, "engine": engine, "args": engine_args}
+        same |= {"asked": asked, "devices": config.engine_devices}
         if self._engine and self._begun != same:
             await self._engine.stop()
             self._engine = None
         if self._engine is None:
-            config = ServerConfig(
-                engine=engine,
-                engine_args=engine_args,
-                engine_devices=self._config.engine_devices,
-                learner_devices=self._config.learner_devices,
-                vllm=self._config.vllm,
-                lora=LoraConfig(rank=rank),
-            )
             logs = self._directory / "logs"
-            self._engine = create_engine(config, base_model, directory, logs)
+            self._engine = create_engine(config, base_model, directory, logs, trains=trains)
             self._begun, self._loras = same, {}
             await self._engine.configure(asked)
         if not self._engine.running:

@@ -106,6 +106,10 @@ class Replicas:
             )
         )
 
+    async def make_room(self) -> bool:
+        # With learners on several machines each would need it from the engine beside it.
+        return self._meeting.nodes == 1 and await self._engine.make_room()
+
     async def load(self, lora: str, path: Path) -> None:
         self._served[lora] = path
         if self._own not in self._ready:

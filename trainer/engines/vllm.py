@@ -18,7 +18,7 @@ from typing import Any
 from trainer.channel import visible
 from trainer.engines import vllm_args
 from trainer.engines.engine import Delta, SampleRequest
-from trainer.engines.text import TextStream
+from trainer.engines.vllm_choice import Choice
 from trainer.engines.vllm_process import VllmProcess
 from trainer.errors import BadRequest, Conflict, NotFound, TrainerError
 from trainer.tokenizer import Tokenizer
@@ -45,8 +45,10 @@ class VllmEngine:
         devices: str | None = None,
         shared: bool = True,
     ) -> None:
-        vllm_args.check(arguments)
+        vllm_args.check(arguments, devices)
         self._model = model
+        self._devices = devices
+        self._shared = shared and cuda
         self._environment = {**vllm_args.environment(cuda=cuda), **visible(devices)}
         self._defaults = vllm_args.defaults(
             model, rank=rank, cuda=cuda, devices=devices, shared=shared
@@ -63,6 +65,8 @@ class VllmEngine:
         self._in_use = Counter[str]()
         self._generation = Counter[str]()
         """How often a name was given to other weights: vLLM's prefix cache knows only names."""
+        self._forgotten: list[str] = []
+        """What vLLM is to unload when it wakes."""
         self._changing = asyncio.Lock()
 
     @property
@@ -73,10 +77,11 @@ class VllmEngine:
         await self._process.stop()
         self._process = VllmProcess(self._program, log=self._process.log)
         self._loaded.clear()
-        arguments = {**self._defaults, **self._arguments}
+        self._forgotten.clear()
+        arguments = self._in_effect
         await self._process.start(
             lambda socket: vllm_args.command_line(self._model, socket, arguments),
-            self._environment,
+            {**self._environment, **vllm_args.sleeping(arguments)},
         )
         self._context = await self._process.context()
 
@@ -85,15 +90,14 @@ class VllmEngine:
 
     async def configure(self, arguments: Mapping[str, Any]) -> None:
         """Take what a client asks for; a vLLM that runs without it is started again."""
-        vllm_args.check(arguments)
+        vllm_args.check(arguments, self._devices)
         for name, value in arguments.items():
             if self._arguments.get(name, value) != value:
                 raise Conflict(
                     f"`engine_args.{name}` is `{self._arguments[name]}` here, not `{value}`",
                     hint="Ask for the same value, or start another server on other ports",
                 )
-        in_effect = {**self._defaults, **self._arguments}
-        changed = [name for name, value in arguments.items() if in_effect.get(name) != value]
+        changed = [name for name, value in arguments.items() if self._in_effect.get(name) != value]
         before, self._arguments = self._arguments, {**self._arguments, **arguments}
         if changed and self.running:
             logger.info("vLLM is started again for %s", ", ".join(f"`{n}`" for n in changed))
@@ -104,6 +108,32 @@ class VllmEngine:
                     self._arguments = before  # with which it did start
                     await self.start()
                     raise
+
+    async def make_room(self) -> bool:
+        """Sleep until the next use: weights go to the host, the KV cache is dropped.
+
+        A vLLM that was not started for it ends instead, and sleeps from the next time on: what
+        sleeping needs is not paid for by those who have memory enough.
+        """
+        if not self._shared or self._in_effect.get("enable_sleep_mode") is False:
+            return False
+        async with self._changing:
+            if self.running and "enable_sleep_mode" in self._in_effect:
+                try:
+                    await self._process.sleep()
+                    return True
+                except TrainerError as error:
+                    logger.warning("vLLM ends, since it does not fall asleep: %s", error.message)
+            elif self.running:
+                logger.warning("vLLM ends, for the learner needs its memory: later it will sleep")
+            self._defaults["enable_sleep_mode"] = True
+            await self._process.stop()
+            self._process = VllmProcess(self._program, log=self._process.log)
+        return True
+
+    @property
+    def _in_effect(self) -> Json:
+        return {**self._defaults, **self._arguments}
 
     # LoRAs
 
@@ -155,7 +185,7 @@ class VllmEngine:
     async def _make_room_for(self, path: Path) -> None:
         """Start vLLM again when the LoRA's rank is over what it was started for."""
         config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
-        most = {**self._defaults, **self._arguments}["max_lora_rank"]
+        most = self._in_effect["max_lora_rank"]
         if config["r"] <= most:
             return
         if "max_lora_rank" in self._arguments:
@@ -170,7 +200,13 @@ class VllmEngine:
     async def _drop(self, lora: str) -> None:
         if lora in self._loaded and self.running:
             del self._loaded[lora]
-            await self._process.post("/v1/unload_lora_adapter", {"lora_name": self._name(lora)})
+            self._forgotten.append(self._name(lora))
+            await self._unload_forgotten()
+
+    async def _unload_forgotten(self) -> None:
+        while self._forgotten and not self._process.asleep:
+            name = self._forgotten.pop()
+            await self._process.post("/v1/unload_lora_adapter", {"lora_name": name})
 
     def _name(self, lora: str) -> str:
         return f"{lora}.{self._generation[lora]}"
@@ -181,7 +217,7 @@ class VllmEngine:
         await self._revive()
         # vLLM refuses several greedy choices, which would all be the same.
         copies = request.n if request.temperature == 0 else 1
-        choices = [_Choice(i, self._tokenizer, request.stop) for i in range(request.n // copies)]
+        choices = [Choice(i, self._tokenizer, request.stop) for i in range(request.n // copies)]
         async with (
             self._using(request.lora) as model,
             aclosing(self._rows(self._body(request, model, len(choices)))) as rows,
@@ -230,41 +266,18 @@ class VllmEngine:
                     yield choice
 
     async def _revive(self) -> None:
-        if self.running:
+        """Have a vLLM that is running and awake."""
+        if self.running and not self._process.asleep:
             return
         async with self._changing:
+            if self._process.asleep and self.running:
+                try:
+                    await self._process.wake()
+                    return await self._unload_forgotten()
+                except TrainerError as error:
+                    logger.warning("vLLM is started again: %s", error.message)
+                    return await self.start()
             if not self.running:
                 if self._process.started:
                     logger.warning("%s", self._process.died().message)
                 await self.start()
-
-
-class _Choice:
-    """One choice of a request. Its text is made here, the same way as in every other engine."""
-
-    def __init__(self, index: int, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
-        self.finished = False
-        self._index = index
-        self._text = TextStream(tokenizer, stop)
-
-    def take(self, row: Json) -> Delta | None:
-        """What `row` adds; tokens past a stop string are left out."""
-        if self.finished:
-            return None
-        delta = Delta(self._index)
-        finish = row["finish_reason"]
-        if finish not in (None, "stop", "length"):
-            raise TrainerError(f"vLLM ended a choice with `{finish}`")
-        logprobs = (row["logprobs"] or {}).get("token_logprobs") or []
-        for token, logprob in zip(row["token_ids"] or [], logprobs, strict=True):
-            delta.token_ids.append(token)
-            delta.logprobs.append(logprob)
-            delta.text += self._text.add(token)
-            if self._text.stopped:
-                finish = "stop"
-                break
-        if finish:
-            delta.text += self._text.finish()
-            delta.finish_reason = finish
-            self.finished = True
-        return delta if delta.token_ids or finish else None

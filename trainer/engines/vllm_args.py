@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer.devices import cards_asked_for
 from trainer.errors import Unsupported
 from trainer.precision import dtype_name
 
@@ -33,13 +34,19 @@ REFUSED = {
 }
 
 
-def check(arguments: Mapping[str, Any]) -> None:
+def check(arguments: Mapping[str, Any], devices: str | None = None) -> None:
     """Refuse, by name, every argument that the server cannot leave to its user."""
     for name in arguments:
         if why := REFUSED.get(name):
             raise Unsupported(f"`engine_args.{name}` cannot be set: {why}")
         if not name.isidentifier():
             raise Unsupported(f"`engine_args.{name}` is no name of a vLLM setting")
+    needed = cards_asked_for(arguments) or 1
+    if devices and needed > len(devices.split(",")):
+        raise Unsupported(
+            f"`engine_args` divides vLLM over {needed} GPUs, and the engine has `{devices}` here",
+            hint="Ask for fewer, or start the server with more `--engine-devices`",
+        )
 
 
 def rank_for(rank: int) -> int:
@@ -106,6 +113,11 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
         else:
             result += [flag, str(value)]
     return result
+
+
+def sleeping(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """The variable without which vLLM has no routes to put it to sleep and wake it."""
+    return {"VLLM_SERVER_DEV_MODE": "1"} if arguments.get("enable_sleep_mode") else {}
 
 
 def environment(*, cuda: bool) -> dict[str, str]:

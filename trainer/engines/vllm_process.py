@@ -39,6 +39,7 @@ class VllmProcess:
         self._log_start = 0
         self._directory: Path | None = None
         self._client = httpx.AsyncClient()
+        self.asleep = False
 
     @property
     def started(self) -> bool:
@@ -101,6 +102,19 @@ class VllmProcess:
         """Most tokens of prompt and completion together."""
         served = (await self._client.get("/v1/models")).json()
         return int(served["data"][0]["max_model_len"])
+
+    async def sleep(self) -> None:
+        """Give the memory back until `wake`; nothing else may be asked of it meanwhile."""
+        if not self.asleep:
+            began, self.asleep = time.monotonic(), True
+            await self.post("/sleep?level=1", {})
+            logger.info("vLLM fell asleep within %.1f s", time.monotonic() - began)
+
+    async def wake(self) -> None:
+        began = time.monotonic()
+        await self.post("/wake_up", {})
+        self.asleep = False
+        logger.info("vLLM is awake after %.1f s", time.monotonic() - began)
 
     async def post(self, path: str, body: Json) -> Json:
         if not self.running:

@@ -1,11 +1,13 @@
 """The learner as the backend sees it: a worker process that turns groups into a checkpoint."""
 
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 from trainer.channel import Worker, visible
 from trainer.config import LoraConfig, ServerConfig, StepConfig
+from trainer.errors import WorkerDied
 
 MODULE = "trainer.learner.torchrun"
 
@@ -23,6 +25,8 @@ class Learner:
             log=log,
             environment=visible(config.learner_devices),
         )
+        self.crowded = False
+        """Whether a step did not fit beside the engine, which then sleeps during every one."""
 
     @property
     def running(self) -> bool:
@@ -59,6 +63,11 @@ class Learner:
             lora=lora.model_dump(mode="json"),
         ):
             yield row
+
+    async def release(self) -> None:
+        """Give back memory that is held for the next step; a learner that died has done so."""
+        with contextlib.suppress(WorkerDied):
+            await self._worker.call("release")
 
     async def score(
         self,

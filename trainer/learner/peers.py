@@ -21,20 +21,22 @@ AGAIN_AFTER = 1.0  # seconds
 class Peers:
     """Keeps the processes joined until `stop`; `log` is where their output goes."""
 
-    def __init__(self, log: Path, devices: str | None) -> None:
+    def __init__(self, log: Path) -> None:
         self._log = log
-        self._environment = visible(devices)
+        self._environment: dict[str, str] = {}
         self._command: list[str] = []
         self._task: asyncio.Task[None] | None = None
 
-    async def join(self, base_model: str, *, number: int, nodes: int, master: str) -> None:
+    async def join(
+        self, base_model: str, devices: str | None, *, number: int, nodes: int, master: str
+    ) -> None:
         """Be machine `number` of `nodes`; the same again changes nothing."""
         start = [sys.executable, "-m", MODULE]
         command = [*start, *arguments(base_model, nodes=nodes, number=number, master=master)]
         if command == self._command:
             return
         await self.stop()
-        self._command = command
+        self._command, self._environment = command, visible(devices)
         self._task = asyncio.create_task(self._keep())
 
     async def stop(self) -> None:

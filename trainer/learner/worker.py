@@ -19,7 +19,7 @@ from kit.errors import KitError
 from trainer import channel
 from trainer.base_models import resolve
 from trainer.config import LoraConfig, read_step_config
-from trainer.device import default_device, default_dtype, keep_freed_memory
+from trainer.device import default_device, default_dtype, keep_freed_memory, release_memory
 from trainer.errors import OutOfMemory
 from trainer.learner.learner import Learner
 from trainer.learner.world import World, join
@@ -49,7 +49,7 @@ def handlers(learner: Learner) -> Handlers:
     def score(checkpoints: str, lora: Settings, **tokens: list[int]) -> list[float]:
         return learner.score(Path(checkpoints), validate(LoraConfig, lora, source="lora"), **tokens)
 
-    return {"prepare": prepare, "train": train, "score": score}
+    return {"prepare": prepare, "train": train, "score": score, "release": release_memory}
 
 
 def told_to_all(world: World, name: str, handler: Callable[..., Any]) -> Callable[..., Any]:

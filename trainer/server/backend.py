@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.base_models import resolve
 from trainer.config import ServerConfig
-from trainer.engines.choose import chosen, create_engine
+from trainer.engines.choose import chosen, create_engine, placed
 from trainer.engines.engine import Delta, Engine, SampleRequest
 from trainer.errors import BadRequest, TrainerError, WorkerDied
 from trainer.learner.handle import Learner
@@ -58,9 +58,8 @@ class Backend:
         self._preparing = asyncio.Lock()
         key = config.wandb_api_key
         self.reports = Reports(key.get_secret_value() if key else None, state)
-        self.trainings = Trainings(
-            self.ledger, self._gate, self._load, self._check, self.metrics, self.reports
-        )
+        acts = (self._load, self._check, self._make_room)
+        self.trainings = Trainings(self.ledger, self._gate, *acts, self.metrics, self.reports)
         self._unloading: set[asyncio.Task[None]] = set()
 
     @property
@@ -177,11 +176,12 @@ class Backend:
                         await self._engine.configure(engine_args)
                 return
             directory = await asyncio.to_thread(resolve, base_model)
-            engine = create_engine(self.config, base_model, directory, self._logs)
+            config = placed(self.config, directory, engine_args or {})
+            engine = create_engine(config, base_model, directory, self._logs)
             await engine.configure(engine_args or {})
             if self._wrap_engine:
                 engine = self._wrap_engine(engine, directory)
-            learner = Learner(base_model, log=self._logs / "learner.log", config=self.config)
+            learner = Learner(base_model, log=self._logs / "learner.log", config=config)
             try:
                 await asyncio.gather(engine.start(), learner.start())
             except TrainerError:
@@ -205,6 +205,10 @@ class Backend:
         assert self._engine and self._learner and self.tokenizer
         bound = canary.BOUNDS[self.config.quantization]
         return await canary.check(self._engine, self._learner, self.tokenizer, model, bound)
+
+    async def _make_room(self) -> bool:
+        """Have the engine leave its memory to the learner."""
+        return self._engine is not None and await self._engine.make_room()
 
     # Sampling
 

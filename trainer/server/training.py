@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer import checkpoint, faults
 from trainer.config import read_step_config
-from trainer.errors import WorkerDied
+from trainer.errors import OutOfMemory, WorkerDied
 from trainer.learner.handle import Learner
 from trainer.server import history
 from trainer.server.gate import Gate
@@ -39,6 +39,7 @@ class Training:
         gate: Gate,
         load: Callable[[Model, int], Awaitable[None]],
         check: Callable[[Model], Awaitable[dict[str, float]]],
+        make_room: Callable[[], Awaitable[bool]],
         metrics: Metrics,
         reports: Reports,
     ) -> None:
@@ -48,6 +49,7 @@ class Training:
         self._gate = gate
         self._load = load
         self._check = check
+        self._make_room = make_room
         self._metrics = metrics
         self._reports = reports
         self._rows: list[Json] = []
@@ -108,14 +110,12 @@ class Training:
         try:
             faults.reached("server-journaled")
             async with self._gate.training():
-                for attempt in range(1, ATTEMPTS + 1):
-                    try:
-                        step = await self._train()
-                        break
-                    except WorkerDied as error:
-                        if attempt == ATTEMPTS:
-                            raise
-                        logger.warning("training again after: %s", error.message)
+                try:
+                    step = await self._train_until_made()
+                except Exception:  # not when the server stops, which waits for nothing
+                    await self._give_room_back()
+                    raise
+                await self._give_room_back()
                 faults.reached("server-trained")
                 trained = time.monotonic()
                 await self._load(self.model, step)
@@ -134,6 +134,31 @@ class Training:
         finally:
             self.done = True
             await self._notify()
+
+    async def _train_until_made(self) -> int:
+        """Train, and again after what may pass: a death, or a step that did not fit the GPU.
+
+        Of such a step the learner keeps less the next time; if that is not enough, the engine
+        sleeps meanwhile, then and in later steps.
+        """
+        if self._learner.crowded:
+            await self._make_room()
+        for attempt in range(1, ATTEMPTS):
+            try:
+                return await self._train()
+            except WorkerDied as error:
+                logger.warning("training again after: %s", error.message)
+            except OutOfMemory as error:
+                if attempt > 1:
+                    self._learner.crowded = await self._make_room()
+                    if not self._learner.crowded:
+                        raise
+                logger.warning("training again after: %s", error.message)
+        return await self._train()
+
+    async def _give_room_back(self) -> None:
+        if self._learner.crowded:
+            await self._learner.release()
 
     async def _train(self) -> int:
         """Train once and return the step; one that reached its checkpoint is not trained again."""

@@ -30,13 +30,13 @@ class Trainings:
         gate: Gate,
         load: Callable[[Model, int], Awaitable[None]],
         check: Callable[[Model], Awaitable[dict[str, float]]],
+        make_room: Callable[[], Awaitable[bool]],
         metrics: Metrics,
         reports: Reports,
     ) -> None:
         self._ledger = ledger
         self._gate = gate
-        self._load = load
-        self._check = check
+        self._acts = (load, check, make_room)
         self._metrics = metrics
         self._reports = reports
         self._newest: dict[str, Training] = {}
@@ -95,9 +95,8 @@ class Trainings:
 
     def start(self, model: Model, request: Request, learner: Learner) -> Training:
         """Train a request that is journaled."""
-        acts = (self._load, self._check)
         training = Training(
-            model, request, learner, self._gate, *acts, self._metrics, self._reports
+            model, request, learner, self._gate, *self._acts, self._metrics, self._reports
         )
         self._newest[model.key] = training
         return training

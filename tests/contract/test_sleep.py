@@ -1,0 +1,139 @@
+"""vLLM leaves the GPU it shares to the learner, and is there again at its next use."""
+
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests.contract.loras import write_lora
+from trainer.base_models import resolve
+from trainer.engines.choose import vllm_program
+from trainer.engines.engine import Delta, SampleRequest
+from trainer.engines.vllm import VllmEngine
+from trainer.errors import NotFound
+
+FAKE = [sys.executable, str(Path(__file__).with_name("fake_vllm.py"))]
+HAS_CUDA = any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+class Shared:
+    """Starts vLLM for a GPU that the learner is on too."""
+
+    def __init__(self, directory: Path, real: bool) -> None:
+        self.directory = directory
+        self.program = vllm_program(None) if real else FAKE
+        self.engines: list[VllmEngine] = []
+
+    async def start(self, *, shared: bool = True, **arguments: Any) -> VllmEngine:
+        engine = VllmEngine(
+            resolve("tiny-random"),
+            program=self.program,
+            log=self.directory / "vllm.log",
+            rank=4,
+            cuda=True,
+            arguments={"gpu_memory_utilization": 0.1, "max_model_len": 2048, **arguments},
+            shared=shared,
+        )
+        self.engines.append(engine)
+        await engine.start()
+        return engine
+
+
+@pytest_asyncio.fixture(
+    params=["fake", pytest.param("real", marks=pytest.mark.gpu)] if HAS_CUDA else ["fake"]
+)
+async def vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> AsyncIterator[Shared]:
+    monkeypatch.setenv("FAKE_VLLM_ASKED", str(tmp_path / "asked"))
+    shared = Shared(tmp_path, request.param == "real")
+    yield shared
+    for engine in shared.engines:
+        await engine.stop()
+
+
+async def sample(engine: VllmEngine, lora: str | None = None) -> list[int]:
+    whole = Delta(0)
+    request = SampleRequest([*b"a prompt"], lora=lora, max_tokens=8, temperature=0)
+    async for delta in engine.sample(request):
+        whole.extend(delta)
+    return whole.token_ids
+
+
+async def test_it_ends_the_first_time_and_sleeps_from_then_on(vllm: Shared, tmp_path: Path) -> None:
+    engine = await vllm.start()
+    await engine.load("run@1", write_lora(tmp_path / "lora", seed=1))
+    before = await sample(engine, "run@1")
+    assert await engine.make_room() and not engine.running
+    assert await engine.make_room() and not engine.running  # as when the learner fails once more
+    assert await sample(engine, "run@1") == before  # started again, with its LoRA
+    for _ in range(2):
+        assert await engine.make_room() and engine.running and engine._process.asleep
+        assert await engine.make_room()
+        assert await sample(engine, "run@1") == before
+        assert not engine._process.asleep
+
+
+async def test_one_that_was_started_for_it_sleeps_at_once(vllm: Shared) -> None:
+    engine = await vllm.start(enable_sleep_mode=True)
+    assert await engine.make_room() and engine.running
+    assert len(await sample(engine)) == 8
+
+
+async def test_a_lora_that_goes_meanwhile_is_unloaded_when_it_wakes(
+    vllm: Shared, tmp_path: Path
+) -> None:
+    engine = await vllm.start(enable_sleep_mode=True)
+    await engine.load("run@1", write_lora(tmp_path / "one", seed=1))
+    await engine.load("run@2", write_lora(tmp_path / "two", seed=2))
+    await engine.make_room()
+    await engine.unload("run@1")
+    with pytest.raises(NotFound):
+        await sample(engine, "run@1")
+    assert await sample(engine, "run@2")
+    served = (await engine._process._client.get("/v1/models")).json()["data"]
+    assert [model["id"] for model in served] == ["base", "run@2.1"]
+    await engine.make_room()
+    await engine.load("run@1", write_lora(tmp_path / "other", seed=3))
+    assert await sample(engine, "run@1")
+
+
+async def test_there_is_no_room_where_nothing_is_shared_or_sleep_is_forbidden(
+    vllm: Shared,
+) -> None:
+    alone = await vllm.start(shared=False)
+    assert not await alone.make_room() and alone.running
+    await alone.stop()
+    forbidden = await vllm.start(enable_sleep_mode=False)
+    assert not await forbidden.make_room() and forbidden.running
+
+
+async def test_one_that_died_in_its_sleep_is_started_again(vllm: Shared) -> None:
+    engine = await vllm.start(enable_sleep_mode=True)
+    await engine.make_room()
+    assert engine._process._process
+    os.killpg(engine._process._process.pid, signal.SIGKILL)
+    await engine._process._process.wait()
+    assert len(await sample(engine)) == 8
+
+
+@pytest.mark.parametrize("fails", ["/sleep?level=1", "/wake_up"])
+async def test_one_that_does_not_sleep_or_wake_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM_ASKED", str(tmp_path / "asked"))
+    monkeypatch.setenv("FAKE_VLLM_FAILS", fails)
+    vllm = Shared(tmp_path, real=False)
+    engine = await vllm.start(enable_sleep_mode=True)
+    try:
+        assert await engine.make_room()
+        assert len(await sample(engine)) == 8
+        lives = {line.split()[0] for line in (tmp_path / "asked").read_text().splitlines()}
+        assert len(lives) == 2
+    finally:
+        await engine.stop()

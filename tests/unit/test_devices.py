@@ -1,0 +1,140 @@
+"""Who gets which GPU, where there are several."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer import devices
+from trainer.base_models import resolve
+from trainer.config import ServerConfig
+from trainer.devices import are_shared, share_out, visible_cards
+from trainer.engines import choose
+from trainer.engines.vllm_args import check, defaults
+from trainer.errors import Unsupported
+
+# Heads and KV heads of Qwen2.5-7B and SmolLM2-135M.
+QWEN, SMOL = (28, 4), (9, 3)
+
+
+@pytest.fixture
+def cards(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
+    names = [str(number) for number in range(request.param)]
+    monkeypatch.setattr(devices, "visible_cards", lambda: names)
+    return len(names)
+
+
+def model(directory: Path, heads: tuple[int, int]) -> Path:
+    config = (resolve("tiny-random") / "config.json").read_text()
+    shape = f'"num_attention_heads": {heads[0]}, "num_key_value_heads": {heads[1]}'
+    (directory / "config.json").write_text(config.rstrip().rstrip("}") + f", {shape}}}")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("cards", "heads", "engine", "learner"),
+    [
+        (0, QWEN, None, None),
+        (1, QWEN, None, None),
+        (2, QWEN, "0", "1"),
+        (3, QWEN, "0,1", "2"),
+        (4, QWEN, "0,1", "2,3"),
+        (8, QWEN, "0,1,2,3", "4,5,6,7"),
+        (4, SMOL, "0", "1,2,3"),
+    ],
+    indirect=["cards"],
+)
+def test_engine_and_learner_have_gpus_of_their_own(
+    tmp_path: Path, cards: int, heads: tuple[int, int], engine: str | None, learner: str | None
+) -> None:
+    config = share_out(ServerConfig(), model(tmp_path, heads), {}, several=True)
+    assert (config.engine_devices, config.learner_devices) == (engine, learner)
+    assert are_shared(config) == (cards < 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "arguments", "engine", "learner"),
+    [
+        ({"engine_devices": "3"}, {}, "3", "0,1,2"),
+        ({"learner_devices": "0"}, {}, "1,2", "0"),
+        ({"engine_devices": "0,1,2,3"}, {}, "0,1,2,3", None),
+        ({"learner_devices": "0,1,2,3"}, {}, None, "0,1,2,3"),
+        ({"engine_devices": "0,1", "learner_devices": "1"}, {}, "0,1", "1"),
+        ({}, {"tensor_parallel_size": 1}, "0", "1,2,3"),
+        ({}, {"tensor_parallel_size": 1, "pipeline_parallel_size": 3}, "0,1,2", "3"),
+        ({}, {"tensor_parallel_size": 4}, None, None),
+        ({}, {"tensor_parallel_size": "four"}, "0,1", "2,3"),
+        ({"quantization": "fp8"}, {}, "0,1", "2"),
+    ],
+)
+@pytest.mark.parametrize("cards", [4], indirect=True)
+def test_what_was_chosen_stands_and_leaves_the_rest_to_the_other(
+    tmp_path: Path,
+    cards: int,
+    given: dict[str, str],
+    arguments: dict[str, int],
+    engine: str | None,
+    learner: str | None,
+) -> None:
+    config = ServerConfig.model_validate(given)
+    config = share_out(config, model(tmp_path, QWEN), arguments, several=True)
+    assert (config.engine_devices, config.learner_devices) == (engine, learner)
+
+
+@pytest.mark.parametrize("cards", [4], indirect=True)
+def test_a_machine_that_only_samples_gives_all_to_its_engine(
+    tmp_path: Path, cards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(choose, "has_cuda", lambda: True)
+    config = ServerConfig(engine="vllm", vllm=sys.executable)
+    config = choose.placed(config, model(tmp_path, QWEN), {}, trains=False)
+    assert (config.engine_devices, config.learner_devices) == ("0,1,2,3", None)
+    directory = resolve("tiny-random")
+    engine = choose.create_engine(config, "tiny-random", directory, tmp_path, trains=False)
+    assert engine._defaults["gpu_memory_utilization"] == 0.9  # type: ignore[attr-defined]
+    embedded = choose.placed(ServerConfig(engine="embedded"), directory, {})
+    assert (embedded.engine_devices, embedded.learner_devices) == ("0", "1,2,3")
+
+
+@pytest.mark.parametrize(
+    ("named", "found", "expected"),
+    [
+        (None, 0, []),
+        (None, 2, ["0", "1"]),
+        ("4,6", 8, ["4", "6"]),
+        ("GPU-8a, GPU-9b", 8, ["GPU-8a", "GPU-9b"]),
+        ("1,-1,0", 2, ["1"]),
+        ("", 2, []),
+        ("-1", 2, []),
+        ("0,1", 0, []),
+    ],
+)
+def test_cards_are_those_that_cuda_would_see(
+    monkeypatch: pytest.MonkeyPatch, named: str | None, found: int, expected: list[str]
+) -> None:
+    nodes = [Path(f"/dev/nvidia{number}") for number in range(found)]
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(nodes))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert visible_cards() == expected
+
+
+@pytest.mark.parametrize(
+    ("engine", "learner", "parallel", "memory"),
+    [("0,1", "2,3", 2, 0.9), ("0", "1", None, 0.9), ("0,1", "1", 2, 0.5), (None, None, None, 0.5)],
+)
+def test_gpus_of_its_own_are_split_over_and_filled(
+    engine: str | None, learner: str | None, parallel: int | None, memory: float
+) -> None:
+    shared = are_shared(ServerConfig(engine_devices=engine, learner_devices=learner))
+    settings = defaults(resolve("tiny-random"), rank=8, cuda=True, devices=engine, shared=shared)
+    assert settings.get("tensor_parallel_size") == parallel
+    assert settings["gpu_memory_utilization"] == memory
+
+
+def test_more_gpus_than_the_engine_has_are_refused() -> None:
+    check({"tensor_parallel_size": 2}, "0,1")
+    with pytest.raises(Unsupported, match="over 4 GPUs, and the engine has `0,1`") as caught:
+        check({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "0,1")
+    assert "--engine-devices" in caught.value.hint

@@ -1,0 +1,41 @@
+"""One choice of a request to vLLM: from the rows of its answer to deltas."""
+
+from typing import Any
+
+from trainer.engines.engine import Delta
+from trainer.engines.text import TextStream
+from trainer.errors import TrainerError
+from trainer.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+
+class Choice:
+    """Its text is made here, the same way as in every other engine."""
+
+    def __init__(self, index: int, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+        self.finished = False
+        self._index = index
+        self._text = TextStream(tokenizer, stop)
+
+    def take(self, row: Json) -> Delta | None:
+        """What `row` adds; tokens past a stop string are left out."""
+        if self.finished:
+            return None
+        delta = Delta(self._index)
+        finish = row["finish_reason"]
+        if finish not in (None, "stop", "length"):
+            raise TrainerError(f"vLLM ended a choice with `{finish}`")
+        logprobs = (row["logprobs"] or {}).get("token_logprobs") or []
+        for token, logprob in zip(row["token_ids"] or [], logprobs, strict=True):
+            delta.token_ids.append(token)
+            delta.logprobs.append(logprob)
+            delta.text += self._text.add(token)
+            if self._text.stopped:
+                finish = "stop"
+                break
+        if finish:
+            delta.text += self._text.finish()
+            delta.finish_reason = finish
+            self.finished = True
+        return delta if delta.token_ids or finish else None
