@@ -19,11 +19,12 @@ from typing import Any
 
 from kit.errors import KitError
 from trainer.calls import Calls, Json, write_error
-from trainer.errors import WorkerDied
+from trainer.errors import OutOfMemory, TrainerError, WorkerDied
 
 logger = logging.getLogger(__name__)
 PARENT_VARIABLE = "ART_PARENT_PID"  # who started a process, which may be gone before it asks
 CHUNK = 1 << 20
+OUT_OF_MEMORY = 77  # exit code of a process that the GPU has no room for
 LIMIT = 1 << 30  # bytes in one line: a train request holds every trajectory of a step
 
 
@@ -123,8 +124,10 @@ class Worker:
                 await self._process.wait()
             self._calls.end()
 
-    def _died(self) -> WorkerDied:
+    def _died(self) -> TrainerError:
         code = self._process.returncode if self._process else None
+        if code == OUT_OF_MEMORY:
+            return OutOfMemory(f"The {self.name} ran out of GPU memory")
         if code is not None and code < 0:
             how = f"was killed by `{signal.Signals(-code).name}`"
         else:

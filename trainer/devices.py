@@ -20,7 +20,7 @@ def visible_cards() -> list[str]:
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None or not found:
         return [str(number) for number in range(len(found))]
-    # CUDA reads them up to the first that cannot be.
+    # CUDA reads no further than one of these.
     names = (name.strip() for name in named.split(","))
     return list(itertools.takewhile(lambda name: name not in ("", "-1"), names))
 
@@ -45,8 +45,9 @@ def share_out(
     """
     cards = visible_cards()
     engine, learner = _names(config.engine_devices), _names(config.learner_devices)
-    if len(cards) < 2 or (engine and learner):
-        return config
+    given = engine or learner or []
+    if len(cards) < 2 or (engine and learner) or not set(given) <= set(cards):
+        return config  # a card that is named otherwise may be any of them
     if engine is None:
         left = [card for card in cards if card not in (learner or [])]
         most = len(left) - (trains and learner is None)

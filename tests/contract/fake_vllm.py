@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import socketserver
+import sys
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: Any) -> None: ...
 
 
+if os.environ.get("FAKE_VLLM_FAILS") == "start" and "--enable-sleep-mode" in sys.argv:
+    sys.exit("ValueError: Sleep mode is not supported on current platform.")
 parser = argparse.ArgumentParser()
 parser.add_argument("--uds", required=True)
 parser.add_argument("--enable-sleep-mode", action="store_true")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tests.processes import child, children, environment, listens_at, wait_until_gone
 from tests.serving import free_port
 from trainer.channel import Worker
-from trainer.errors import BadRequest, Unsupported, WorkerDied
+from trainer.errors import BadRequest, OutOfMemory, Unsupported, WorkerDied
 from trainer.exact_tokens import ExactTokens
 from trainer.learner.handle import MODULE
 from trainer.learner.peers import Peers
@@ -68,6 +68,7 @@ async def train(
                 "train", checkpoints=checkpoints, groups=groups(), config=CONFIG, lora=LORA
             )
             rows += [row async for row in stream]
+            assert await worker.call("release") is None
             bad = [{"trajectories": [{"reward": None}]}]
             with pytest.raises(BadRequest):
                 async for _ in worker.stream(
@@ -134,6 +135,38 @@ async def test_two_machines_give_the_gradients_of_one_that_is_alone(
     same_gradients(one, two, tmp_path / "one", tmp_path / "two")
     assert "process 1 of 2 has joined" in (tmp_path / "peers.log").read_text()
     assert not any((tmp_path / "elsewhere").iterdir())
+
+
+CROWDED = """
+import os
+if os.environ.get("RANK") == "1":
+    from trainer.errors import OutOfMemory
+    from trainer.learner.learner import Learner
+
+    def train(*_):
+        raise OutOfMemory("The step does not fit the GPU")
+
+    Learner.train = train
+"""
+
+
+async def test_one_process_without_room_is_the_worlds_lack_of_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(CROWDED)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    worker, starting = await begin(tmp_path / "two", "--processes", "2")
+    try:
+        await starting
+        stream = worker.stream(
+            "train", checkpoints="checkpoints", groups=groups(), config=CONFIG, lora=LORA
+        )
+        with pytest.raises(OutOfMemory, match="learner ran out of GPU memory"):
+            async for _ in stream:
+                pass
+    finally:
+        await worker.stop()
 
 
 async def test_a_lost_process_takes_its_world_with_it_and_is_named(

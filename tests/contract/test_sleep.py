@@ -122,6 +122,20 @@ async def test_one_that_died_in_its_sleep_is_started_again(vllm: Shared) -> None
     assert len(await sample(engine)) == 8
 
 
+async def test_one_that_does_not_start_for_it_is_started_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM_ASKED", str(tmp_path / "asked"))
+    monkeypatch.setenv("FAKE_VLLM_FAILS", "start")
+    engine = await Shared(tmp_path, real=False).start()
+    try:
+        assert await engine.make_room() and not engine.running
+        assert len(await sample(engine)) == 8
+        assert not await engine.make_room() and engine.running
+    finally:
+        await engine.stop()
+
+
 @pytest.mark.parametrize("fails", ["/sleep?level=1", "/wake_up"])
 async def test_one_that_does_not_sleep_or_wake_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str

@@ -8,9 +8,9 @@ import pytest
 from trainer import devices
 from trainer.base_models import resolve
 from trainer.config import ServerConfig
-from trainer.devices import are_shared, share_out, visible_cards
+from trainer.devices import are_shared, cards_asked_for, share_out, visible_cards
 from trainer.engines import choose
-from trainer.engines.vllm_args import check, defaults
+from trainer.engines.vllm_args import check, defaults, spread
 from trainer.errors import Unsupported
 
 # Heads and KV heads of Qwen2.5-7B and SmolLM2-135M.
@@ -60,6 +60,7 @@ def test_engine_and_learner_have_gpus_of_their_own(
         ({"engine_devices": "0,1,2,3"}, {}, "0,1,2,3", None),
         ({"learner_devices": "0,1,2,3"}, {}, None, "0,1,2,3"),
         ({"engine_devices": "0,1", "learner_devices": "1"}, {}, "0,1", "1"),
+        ({"engine_devices": "7"}, {}, "7", None),  # which card that is nobody knows
         ({}, {"tensor_parallel_size": 1}, "0", "1,2,3"),
         ({}, {"tensor_parallel_size": 1, "pipeline_parallel_size": 3}, "0,1,2", "3"),
         ({}, {"tensor_parallel_size": 4}, None, None),
@@ -128,9 +129,29 @@ def test_gpus_of_its_own_are_split_over_and_filled(
     engine: str | None, learner: str | None, parallel: int | None, memory: float
 ) -> None:
     shared = are_shared(ServerConfig(engine_devices=engine, learner_devices=learner))
-    settings = defaults(resolve("tiny-random"), rank=8, cuda=True, devices=engine, shared=shared)
-    assert settings.get("tensor_parallel_size") == parallel
+    assert spread({}, engine).get("tensor_parallel_size") == parallel
+    settings = defaults(resolve("tiny-random"), rank=8, cuda=True, shared=shared)
     assert settings["gpu_memory_utilization"] == memory
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"data_parallel_size": 3},
+        {"pipeline_parallel_size": 2, "tensor_parallel_size": 1},
+    ],
+)
+@pytest.mark.parametrize("cards", [4], indirect=True)
+def test_vllm_is_divided_over_as_many_as_it_was_given(
+    tmp_path: Path, cards: int, arguments: dict[str, int]
+) -> None:
+    config = share_out(ServerConfig(), model(tmp_path, QWEN), arguments, several=True)
+    assert config.engine_devices
+    in_effect = {**spread(arguments, config.engine_devices), **arguments}
+    assert cards_asked_for(in_effect) == len(config.engine_devices.split(","))
 
 
 def test_more_gpus_than_the_engine_has_are_refused() -> None:

@@ -32,6 +32,9 @@ class SavingLearner(Learner):
     async def release(self) -> None:
         self.did.append("released")
 
+    async def stop(self) -> None:
+        self.did.append("ended")
+
     async def train(
         self, checkpoints: Path, groups: Any, config: Any, lora: Any
     ) -> AsyncIterator[dict[str, Any]]:
@@ -55,7 +58,8 @@ class Steps:
     def __init__(self, directory: Path) -> None:
         self.model = Model("p", "m", directory, LoraConfig(), prepared=True)
         self.learner = SavingLearner()
-        self.refuses = False
+        self.refuses = 0
+        """How many more times nothing is loaded."""
         self.makes_room = True
         reports = Reports(None, directory)
         acts = (self._load, self._check, self._make_room)
@@ -63,6 +67,7 @@ class Steps:
 
     async def _load(self, model: Model, step: int) -> None:
         if self.refuses:
+            self.refuses -= 1
             raise TrainerError("The engine has no room")
 
     async def _check(self, model: Model) -> dict[str, float]:
@@ -80,12 +85,11 @@ class Steps:
 
 async def test_a_step_that_cannot_be_served_is_not_taken_for_the_next_one(tmp_path: Path) -> None:
     steps = Steps(tmp_path)
-    steps.refuses = True
+    steps.refuses = 1
     with pytest.raises(TrainerError, match="no room"):
         await steps.train(1).wait()
     assert checkpoint.list_steps(steps.model.checkpoints) == []
     assert steps.model.unfinished() is None
-    steps.refuses = False
     training = steps.train(2)
     await training.wait()
     assert training.told == [{"loss": 2.0}]
@@ -151,13 +155,17 @@ async def test_a_step_that_does_not_fit_is_tried_again_and_then_the_engine_makes
     steps.learner.did.clear()
     await steps.train(3).wait()
     assert steps.learner.did == ["made room", "tried", "released"]
-    assert steps.model.step == 3
+    steps.learner.did.clear()
+    steps.refuses = 1  # what the learner still holds is too much for the engine
+    await steps.train(4).wait()
+    assert steps.learner.did == ["made room", "tried", "released", "ended"]
+    assert steps.model.step == 4
     steps.learner.did.clear()
     steps.learner.too_large = 3
     with pytest.raises(OutOfMemory):
-        await steps.train(4).wait()
+        await steps.train(5).wait()
     assert steps.learner.did[-2:] == ["tried", "released"]
-    assert steps.model.step == 3
+    assert steps.model.step == 4
     await steps.trainings.stop()
 
 

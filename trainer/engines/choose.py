@@ -54,6 +54,7 @@ def create_engine(
         "engine_args": vllm_arguments(config),
         "rank": config.lora.rank,
         "learner": learner if config.nodes > 1 else None,
+        "engine_cards": len(config.engine_devices.split(",")) if config.engine_devices else None,
     }
     meeting = Meeting(
         config.nodes_host,

@@ -162,6 +162,7 @@ class Node:
         engine_args: Json,
         rank: int,
         learner: Json | None,
+        engine_cards: int | None,
         asked: Json,
         number: int | None,
     ) -> None:
@@ -177,11 +178,15 @@ class Node:
             lora=LoraConfig(rank=rank),
         )
         trains = part is not None
-        config = placed(config, directory, asked, trains=trains)
-        if part is not None:
+        # The learner has as many GPUs on every machine; one that only samples uses all it has.
+        like_head = {"tensor_parallel_size": engine_cards} if trains and engine_cards else {}
+        config = placed(config, directory, like_head, trains=trains)
+        if part is None:
+            await self._peers.stop()
+        else:
             await self._peers.join(base_model, config.learner_devices, **part)
         same: Json = {"base_model": base_model, "engine": engine, "args": engine_args}
-        same |= {"asked": asked, "devices": config.engine_devices}
+        same |= {"asked": asked, "devices": config.engine_devices, "trains": trains}
         if self._engine and self._begun != same:
             await self._engine.stop()
             self._engine = None

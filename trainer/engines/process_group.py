@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 from trainer.channel import die_with_parent
 
@@ -31,6 +32,17 @@ def main() -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(GRACE)
         os.killpg(0, signal.SIGKILL)
+
+
+def members(group: int) -> list[int]:
+    """The processes of a group that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ends meanwhile
+            state, _, its_group, *_ = path.read_text().rpartition(")")[2].split()
+            if int(its_group) == group and state != "Z":
+                found.append(int(path.parent.name))
+    return found
 
 
 def _leave(*_: object) -> None:

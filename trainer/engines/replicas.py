@@ -107,8 +107,11 @@ class Replicas:
         )
 
     async def make_room(self) -> bool:
-        # With learners on several machines each would need it from the engine beside it.
-        return self._meeting.nodes == 1 and await self._engine.make_room()
+        if self._meeting.nodes > 1:
+            return False  # each learner would need it from the engine beside it
+        if self._reviving:
+            await asyncio.wait([self._reviving])  # what it loads would wake the engine
+        return await self._engine.make_room()
 
     async def load(self, lora: str, path: Path) -> None:
         self._served[lora] = path

@@ -20,7 +20,7 @@ from trainer.engines import vllm_args
 from trainer.engines.engine import Delta, SampleRequest
 from trainer.engines.vllm_choice import Choice
 from trainer.engines.vllm_process import VllmProcess
-from trainer.errors import BadRequest, Conflict, NotFound, TrainerError
+from trainer.errors import BadRequest, Conflict, NotFound, TrainerError, WorkerDied
 from trainer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -47,12 +47,10 @@ class VllmEngine:
     ) -> None:
         vllm_args.check(arguments, devices)
         self._model = model
-        self._devices = devices
+        self._devices = devices if cuda else None
         self._shared = shared and cuda
         self._environment = {**vllm_args.environment(cuda=cuda), **visible(devices)}
-        self._defaults = vllm_args.defaults(
-            model, rank=rank, cuda=cuda, devices=devices, shared=shared
-        )
+        self._defaults = vllm_args.defaults(model, rank=rank, cuda=cuda, shared=shared)
         self._arguments = dict(arguments)
         self._tokenizer = Tokenizer(model)
         self._program = program
@@ -74,6 +72,16 @@ class VllmEngine:
         return self._process.running
 
     async def start(self) -> None:
+        try:
+            await self._start()
+        except WorkerDied as error:
+            if not self._defaults.get("enable_sleep_mode"):
+                raise
+            logger.warning("vLLM is started without its sleep: %s", error.message)
+            self._defaults["enable_sleep_mode"] = False
+            await self._start()
+
+    async def _start(self) -> None:
         await self._process.stop()
         self._process = VllmProcess(self._program, log=self._process.log)
         self._loaded.clear()
@@ -118,7 +126,7 @@ class VllmEngine:
         if not self._shared or self._in_effect.get("enable_sleep_mode") is False:
             return False
         async with self._changing:
-            if self.running and "enable_sleep_mode" in self._in_effect:
+            if self.running and self._in_effect.get("enable_sleep_mode"):
                 try:
                     await self._process.sleep()
                     return True
@@ -133,7 +141,8 @@ class VllmEngine:
 
     @property
     def _in_effect(self) -> Json:
-        return {**self._defaults, **self._arguments}
+        spread = vllm_args.spread(self._arguments, self._devices)
+        return {**self._defaults, **spread, **self._arguments}
 
     # LoRAs
 

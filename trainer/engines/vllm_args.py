@@ -57,10 +57,8 @@ def rank_for(rank: int) -> int:
     raise Unsupported(f"vLLM takes a LoRA of rank {RANKS[-1]} at most, not `{rank}`")
 
 
-def defaults(
-    directory: Path, *, rank: int, cuda: bool, devices: str | None = None, shared: bool = True
-) -> Json:
-    """What we set unless the user does; `shared`: the learner is on the same `devices`."""
+def defaults(directory: Path, *, rank: int, cuda: bool, shared: bool = True) -> Json:
+    """What we set unless the user does; `shared`: the learner is on the same GPUs."""
     settings: Json = {
         "dtype": dtype_name(directory, cuda=cuda),  # the learner's
         "enable_prefix_caching": True,
@@ -70,12 +68,16 @@ def defaults(
         "max_cpu_loras": 4,
     }
     if cuda:
-        if devices and len(devices.split(",")) > 1:
-            settings["tensor_parallel_size"] = len(devices.split(","))
         return {**settings, "gpu_memory_utilization": 0.5 if shared else 0.9}
     # Compiling takes minutes on a CPU and gains little there. A prompt with a seed whose prefill
     # is cut in chunks ends vLLM's engine on a CPU: "CPU Generator does not use offset".
     return {**settings, "enforce_eager": True, "enable_chunked_prefill": False}
+
+
+def spread(arguments: Mapping[str, Any], devices: str | None) -> Json:
+    """The size that divides vLLM over all of its GPUs, by what `arguments` leave of them."""
+    size = len(devices.split(",")) // (cards_asked_for(arguments) or 1) if devices else 1
+    return {"tensor_parallel_size": size} if size > 1 else {}
 
 
 def quantization(asked: str | None) -> Json:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import httpx
 
 from trainer.engines import vllm_log
+from trainer.engines.process_group import members
 from trainer.errors import BadRequest, NotFound, TrainerError, WorkerDied
 
 logger = logging.getLogger(__name__)
@@ -94,9 +95,17 @@ class VllmProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._ended = True
             await self._process.wait()
+            await self._until_group_is_gone()
         await self._client.aclose()
         if self._directory:
             shutil.rmtree(self._directory, ignore_errors=True)
+
+    async def _until_group_is_gone(self, within: float = 5.0) -> None:
+        """Wait for those whom nobody waits for: their memory may be needed at once."""
+        assert self._process
+        deadline = time.monotonic() + within
+        while members(self._process.pid) and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
 
     async def context(self) -> int:
         """Most tokens of prompt and completion together."""

@@ -1,14 +1,15 @@
 """The learner as the backend sees it: a worker process that turns groups into a checkpoint."""
 
-import contextlib
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 from trainer.channel import Worker, visible
 from trainer.config import LoraConfig, ServerConfig, StepConfig
-from trainer.errors import WorkerDied
+from trainer.errors import TrainerError
 
+logger = logging.getLogger(__name__)
 MODULE = "trainer.learner.torchrun"
 
 
@@ -65,9 +66,11 @@ class Learner:
             yield row
 
     async def release(self) -> None:
-        """Give back memory that is held for the next step; a learner that died has done so."""
-        with contextlib.suppress(WorkerDied):
+        """Give back memory that is held for the next step; one that died has done so."""
+        try:
             await self._worker.call("release")
+        except TrainerError as error:  # the step stands
+            logger.warning("the learner did not give its memory back: %s", error.message)
 
     async def score(
         self,

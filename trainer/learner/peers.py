@@ -33,10 +33,11 @@ class Peers:
         """Be machine `number` of `nodes`; the same again changes nothing."""
         start = [sys.executable, "-m", MODULE]
         command = [*start, *arguments(base_model, nodes=nodes, number=number, master=master)]
-        if command == self._command:
+        environment = visible(devices)
+        if (command, environment) == (self._command, self._environment):
             return
         await self.stop()
-        self._command, self._environment = command, visible(devices)
+        self._command, self._environment = command, environment
         self._task = asyncio.create_task(self._keep())
 
     async def stop(self) -> None:

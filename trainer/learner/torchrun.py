@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from trainer.channel import PARENT_VARIABLE, die_with_parent
+from trainer.channel import OUT_OF_MEMORY, PARENT_VARIABLE, die_with_parent
 
 JOIN_WITHIN = timedelta(minutes=30)  # other machines may still be set up
 NAME = "learner"  # of the world and of how its machines meet
@@ -101,7 +101,8 @@ def launch(processes: int, nodes: int, number: int, master: str, arguments: list
         for rank, failure in error.failures.items():
             if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # the agent sends it
                 sys.exit(f"Process {rank} of the learner was killed by `{failure.signal_name()}`")
-        sys.exit(1)
+        codes = [failure.exitcode for failure in error.failures.values()]
+        sys.exit(OUT_OF_MEMORY if OUT_OF_MEMORY in codes else 1)
     except RendezvousClosedError as error:
         sys.exit(str(error))
     except SignalException as error:

@@ -77,11 +77,13 @@ def leaving_a_broken_world() -> Iterator[None]:
         raise
     except Exception as error:
         # All of them refuse a bad request, but one alone may be out of memory.
-        if isinstance(error, KitError) and not isinstance(error, OutOfMemory):
+        crowded = isinstance(error, OutOfMemory)
+        if isinstance(error, KitError) and not crowded:
             raise
         logger.exception("the learner's processes lost each other")
         logging.shutdown()
-        os._exit(1)  # what waits for a lost process would never return
+        # What waits for a lost process would never return.
+        os._exit(channel.OUT_OF_MEMORY if crowded else 1)
 
 
 def follow(world: World, calls: Handlers) -> None:

@@ -151,7 +151,8 @@ class Backend:
         """Go on from the newest checkpoint on disk, after others have put some there."""
         await asyncio.to_thread(model.read_steps)
         if model.prepared and model.steps:
-            await self._load(model, model.step)
+            async with self._gate.sampling():  # while a step trains, the engine may be asleep
+                await self._load(model, model.step)
 
     async def forget(self, model: Model, steps: Iterable[int]) -> None:
         """Serve `steps` no longer. Requests in flight on them finish first, in the background."""

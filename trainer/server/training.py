@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer import checkpoint, faults
 from trainer.config import read_step_config
-from trainer.errors import OutOfMemory, WorkerDied
+from trainer.errors import OutOfMemory, TrainerError, WorkerDied
 from trainer.learner.handle import Learner
 from trainer.server import history
 from trainer.server.gate import Gate
@@ -118,7 +118,7 @@ class Training:
                 await self._give_room_back()
                 faults.reached("server-trained")
                 trained = time.monotonic()
-                await self._load(self.model, step)
+                await self._serve(step)
                 self._times["time/load_s"] = time.monotonic() - trained
                 self.model.step = step  # served, and only then
                 faults.reached("server-advanced")
@@ -142,7 +142,7 @@ class Training:
         sleeps meanwhile, then and in later steps.
         """
         if self._learner.crowded:
-            await self._make_room()
+            self._learner.crowded = await self._make_room()
         for attempt in range(1, ATTEMPTS):
             try:
                 return await self._train()
@@ -159,6 +159,17 @@ class Training:
     async def _give_room_back(self) -> None:
         if self._learner.crowded:
             await self._learner.release()
+
+    async def _serve(self, step: int) -> None:
+        """Load a step; where the engine finds too little room again, the learner ends first."""
+        try:
+            await self._load(self.model, step)
+        except TrainerError as error:
+            if not self._learner.crowded:
+                raise
+            logger.warning("the learner is started again, for the engine: %s", error.message)
+            await self._learner.stop()
+            await self._load(self.model, step)
 
     async def _train(self) -> int:
         """Train once and return the step; one that reached its checkpoint is not trained again."""
