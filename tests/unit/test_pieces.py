@@ -1,8 +1,10 @@
 import json
+import re
 from typing import Any
 
 import pytest
 
+from trainer import pieces as module
 from trainer.pieces import parse, pieces
 
 GROUPS = [
@@ -15,6 +17,30 @@ GROUPS = [
 def test_the_pieces_are_what_json_dumps_gives(value: Any) -> None:
     assert "".join(pieces(value)) == json.dumps(value)
     assert parse(json.dumps(value).encode()) == value
+
+
+@pytest.mark.parametrize("at_once", [0, 1 << 20])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *('["\\ud800", "\\ud83d\\ude00", "\\u0000"]', "[NaN, -Infinity, 1e999, -0.0, 5e-324]"),
+        *('{"a": 1, "a": {"b": 2}}', "123456789012345678901234567890", "[" * 300 + "]" * 300),
+        *("", "{} x", "[1,]", "01", '"\n"', '{"a"'),
+    ],
+)
+def test_both_parsers_read_and_refuse_what_json_loads_does(
+    text: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "AT_ONCE", at_once)
+    for encoding in ("utf-8", "utf-8-sig", "utf-16"):
+        body = text.encode(encoding)
+        try:
+            expected = json.loads(body)
+        except ValueError as error:
+            with pytest.raises(ValueError, match=re.escape(str(error))):
+                parse(body)
+        else:
+            assert repr(parse(body)) == repr(expected)
 
 
 def test_trajectories_are_apart_and_tokens_are_not() -> None:
