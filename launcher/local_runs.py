@@ -30,11 +30,12 @@ def make_run(runs: Path, label: str) -> Path:
 
 def read_run(directory: Path) -> Run:
     label = json.loads((directory / "about.json").read_text())["name"]
+    pid = _pid(directory)  # first: who has ended by now has written its code
     if (directory / "exit").is_file():
         code = int((directory / "exit").read_text())
         status = RunStatus.SUCCEEDED if code == 0 else RunStatus.FAILED
     else:
-        status = RunStatus.RUNNING if _pid(directory) else RunStatus.CANCELLED
+        status = RunStatus.RUNNING if pid else RunStatus.CANCELLED
     return Run(directory.name, label, status)
 
 
@@ -54,13 +55,28 @@ def born(pid: int) -> str:
 
 
 def end(directory: Path, patience: float = 15.0) -> None:
-    """End the process group of a run: ask first, and after `patience` seconds insist."""
+    """End all processes of a run: ask them first, and after `patience` seconds insist.
+
+    Its first one is gone at once, and a server still writes while it ends.
+    """
+    pid = _pid(directory)
+    if pid is None:
+        return
     deadline = time.monotonic() + patience
-    while pid := _pid(directory):
-        insist = time.monotonic() > deadline
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(os.getpgid(pid), signal.SIGKILL if insist else signal.SIGTERM)
-        time.sleep(0.3)
+    with contextlib.suppress(ProcessLookupError):
+        group = os.getpgid(pid)
+        os.killpg(group, signal.SIGTERM)
+        while _has_members(group):
+            if time.monotonic() > deadline:
+                os.killpg(group, signal.SIGKILL)
+            time.sleep(0.1)
+
+
+def _has_members(group: int) -> bool:
+    """Whether a process of the group has not ended yet."""
+    shown = subprocess.run(["ps", "-eo", "pgid=,stat="], capture_output=True, text=True).stdout
+    found = (line.split() for line in shown.splitlines())
+    return any(int(number) == group and not state.startswith("Z") for number, state in found)
 
 
 def show(path: Path, *, follow: Callable[[], bool], tail: int, out: TextIO) -> None:

@@ -1,5 +1,6 @@
 """What the kernel tells of running processes."""
 
+import contextlib
 import socket
 import struct
 import time
@@ -17,8 +18,9 @@ def child(pid: int, module: str) -> int:
     """The process of `module` that another one started, or is about to start."""
     while True:
         for found in children(pid):
-            if module in Path(f"/proc/{found}/cmdline").read_text():
-                return found
+            with contextlib.suppress(OSError):  # it has ended
+                if module in Path(f"/proc/{found}/cmdline").read_text():
+                    return found
         time.sleep(0.05)
 
 

@@ -63,7 +63,7 @@ class Serving:
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-            self.process.wait(30)
+            self.process.wait(120)
 
     def start(self, *, wait_s: float = 600) -> None:
         """Start the server and wait until it serves its base model."""
@@ -76,7 +76,7 @@ class Serving:
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
-                if httpx.get(f"{self.openai}/v1/models").json()["data"]:
+                if httpx.get(f"{self.openai}/v1/models", timeout=60).json()["data"]:
                     return
             except httpx.TransportError:
                 pass

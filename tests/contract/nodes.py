@@ -14,13 +14,20 @@ from trainer.engines.embedded import EmbeddedEngine
 from trainer.engines.replicas import Meeting, Replicas
 
 KEY = "sesame"
-ABOUT = {"base_model": "tiny-random", "engine": "embedded", "engine_args": {}, "rank": 8}
+ABOUT = {
+    "base_model": "tiny-random",
+    "engine": "embedded",
+    "engine_args": {},
+    "rank": 8,
+    "engine_cards": None,
+    "learner": None,
+}
 
 
 @asynccontextmanager
 async def head(directory: Path) -> AsyncIterator[Replicas]:
     own = EmbeddedEngine(resolve("tiny-random"), log=directory / "own.log")
-    meeting = Meeting("127.0.0.1", 0, KEY, {**ABOUT, "learner": None})
+    meeting = Meeting("127.0.0.1", 0, KEY, ABOUT)
     replicas = Replicas(own, meeting)
     await replicas.start()
     try:

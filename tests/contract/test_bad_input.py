@@ -114,7 +114,7 @@ def test_a_bad_request_is_answered_with_a_sentence(
     ],
 )
 def test_what_is_not_there_is_a_404(prepared: Serving, path: str) -> None:
-    answer = httpx.get(prepared.openai + path)
+    answer = httpx.get(prepared.openai + path, timeout=60)
     assert answer.status_code == 404 and answer.json()["detail"]
 
 
@@ -133,7 +133,7 @@ def test_the_models_length_limits_what_is_sampled(server: Serving) -> None:
     fits = httpx.post(url, json={"model": "short", "messages": CHAT["messages"]}, timeout=60)
     assert fits.json()["usage"]["total_tokens"] <= 64
     long = {"model": "short", "messages": [{"role": "user", "content": "x" * 64}]}
-    refused = httpx.post(url, json=long)
+    refused = httpx.post(url, json=long, timeout=60)
     assert refused.status_code == 400 and "`max_seq_length`" in refused.json()["detail"]
 
 

@@ -95,7 +95,9 @@ def train(server: Serving, rollouts: Rollouts) -> tuple[list[list[int]], float]:
         for trajectory in request["groups"][0]["trajectories"]
         for sequence in tokenize_trajectory(tokenizer, trajectory).sequences
     ]
-    httpx.get(f"{server.openai}/v1/preview/training-jobs/{job_id}/events").raise_for_status()
+    httpx.get(
+        f"{server.openai}/v1/preview/training-jobs/{job_id}/events", timeout=60
+    ).raise_for_status()
     lines = [json.loads(line) for line in (directory / "history.jsonl").read_text().splitlines()]
     return trained, next(line["data/retokenized"] for line in lines if line["step"] == step)
 

@@ -144,7 +144,7 @@ def test_a_full_disk_is_named(remote: Remote, tmp_path: Path) -> None:
 
 def ask(port: int) -> tuple[int, int]:
     """The process of the ssh that answers at `port`, and the port it leads to."""
-    for _ in range(200):
+    for _ in range(1200):
         try:
             with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
                 pid, there = connection.recv(100).split()

@@ -29,7 +29,7 @@ def chat(serving: Any) -> Any:
 @pytest.mark.parametrize("path", ["/health", "/healthcheck"])
 def test_both_ports_answer_health(serving: Any, path: str) -> None:
     for port in (serving.control, serving.openai):
-        assert httpx.get(port + path).json() == {"status": "ok"}
+        assert httpx.get(port + path, timeout=60).json() == {"status": "ok"}
 
 
 def test_a_completion_carries_exact_tokens_and_logprobs_unasked(chat: Any) -> None:
@@ -83,7 +83,7 @@ def test_the_same_seed_gives_the_same_tokens_and_a_stream_the_same_text(chat: An
     ],
 )
 def test_a_bad_chat_request_is_a_sentence(serving: Any, body: Any, status: int, says: str) -> None:
-    response = httpx.post(f"{serving.openai}/v1/chat/completions", json=body)
+    response = httpx.post(f"{serving.openai}/v1/chat/completions", json=body, timeout=60)
     assert response.status_code == status
     assert says in response.json()["error"]["message"]
     assert says in response.json()["detail"]
@@ -92,13 +92,13 @@ def test_a_bad_chat_request_is_a_sentence(serving: Any, body: Any, status: int, 
 @pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", ""])
 def test_a_name_that_is_no_plain_name_is_refused(serving: Any, name: str) -> None:
     body = {"name": name, "project": "p", "base_model": BASE}
-    response = httpx.post(f"{serving.control}/register", json=body)
+    response = httpx.post(f"{serving.control}/register", json=body, timeout=60)
     assert response.status_code == 422 and "`name`" in response.json()["detail"]
 
 
 def test_another_base_model_is_a_conflict(serving: Any) -> None:
     body = {"name": "other", "project": "p", "base_model": "Qwen/Qwen2.5-3B-Instruct"}
-    response = httpx.post(f"{serving.control}/register", json=body)
+    response = httpx.post(f"{serving.control}/register", json=body, timeout=60)
     assert response.status_code == 409 and "`tiny-random`" in response.json()["detail"]
 
 
@@ -109,7 +109,7 @@ def test_a_setting_we_lack_is_refused_by_name(serving: Any) -> None:
         "base_model": BASE,
         "_internal_config": {"init_args": None, "engine_args": {"api_key": "x"}},
     }
-    response = httpx.post(f"{serving.control}/register", json=body)
+    response = httpx.post(f"{serving.control}/register", json=body, timeout=60)
     assert response.status_code == 400 and "`engine_args.api_key`" in response.json()["detail"]
 
 

@@ -36,7 +36,12 @@ class Shared:
             log=self.directory / "vllm.log",
             rank=4,
             cuda=True,
-            arguments={"gpu_memory_utilization": 0.1, "max_model_len": 2048, **arguments},
+            arguments={
+                "gpu_memory_utilization": 0.1,
+                "max_model_len": 2048,
+                "enforce_eager": True,  # starts sooner
+                **arguments,
+            },
             shared=shared,
         )
         self.engines.append(engine)

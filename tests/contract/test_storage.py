@@ -51,7 +51,7 @@ def teach(server: Serving, wire: dict[str, Any], said: str) -> None:
 
 def steps(server: Serving, wire: dict[str, Any]) -> list[int]:
     url = f"{server.openai}/v1/preview/models/contract~{wire['name']}/checkpoints"
-    return [entry["step"] for entry in httpx.get(url).raise_for_status().json()["data"]]
+    return [entry["step"] for entry in httpx.get(url, timeout=60).raise_for_status().json()["data"]]
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +72,7 @@ def test_a_fork_goes_on_from_a_step_of_another_run(
     assert steps(storing, fork) == [0, 1]
     teach(storing, fork, "c")
     assert storing.post("/_get_step", fork) == 2
-    again = httpx.post(f"{storing.control}/_experimental_fork_checkpoint", json=body)
+    again = httpx.post(f"{storing.control}/_experimental_fork_checkpoint", json=body, timeout=60)
     assert again.status_code == 409 and "at step `2`" in again.json()["detail"]
 
 
@@ -129,17 +129,17 @@ def test_deleted_steps_are_served_no_longer_and_a_deleted_model_is_gone(
     for said in ("a", "b"):
         teach(storing, old, said)
     url = f"{storing.openai}/v1/preview/models/contract~old"
-    newest = httpx.request("DELETE", f"{url}/checkpoints", json={"steps": [2]})
+    newest = httpx.request("DELETE", f"{url}/checkpoints", json={"steps": [2]}, timeout=60)
     assert newest.status_code == 409
-    gone = httpx.request("DELETE", f"{url}/checkpoints", json={"steps": [1, 7]})
+    gone = httpx.request("DELETE", f"{url}/checkpoints", json={"steps": [1, 7]}, timeout=60)
     assert gone.json() == {"deleted_count": 1, "not_found_steps": [7]}
     chat = f"{storing.openai}/v1/chat/completions"
     ask = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     statuses = [
-        httpx.post(chat, json={**ask, "model": name}).status_code
+        httpx.post(chat, json={**ask, "model": name}, timeout=60).status_code
         for name in ("old@0", "old@1", "old@2")
     ]
     assert statuses == [200, 404, 200]
-    assert httpx.delete(url).status_code == 200
-    assert httpx.get(f"{url}/checkpoints").status_code == 404
+    assert httpx.delete(url, timeout=60).status_code == 200
+    assert httpx.get(f"{url}/checkpoints", timeout=60).status_code == 404
     assert not (storing.state / "contract" / "models" / "old").exists()

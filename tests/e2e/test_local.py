@@ -47,7 +47,7 @@ def test_the_python_api_of_the_readme_runs_as_it_stands_there(local_laptop: Any)
     assert laptop.run(".venv/bin/launcher ls --local --json") == "[]\n"
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_one_command_trains_smollm2_on_temporal_clue(
     local_laptop: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -235,9 +235,9 @@ def brief(laptop: Any) -> Any:
 
 
 def test_a_launch_that_lost_its_client_is_taken_up_by_the_next(brief: Any) -> None:
-    assert [run["status"] for run in json.loads(brief.run(f"{LAUNCHER} ls -c brief --json"))] == [
-        "running"
-    ]
+    # One run, and no second beside it; it ends after an idle minute.
+    (run,) = json.loads(brief.run(f"{LAUNCHER} ls -c brief --json"))
+    assert run["status"] in ("running", "succeeded")
 
 
 def test_a_rehearsal_launches_nothing(brief: Any) -> None:

@@ -116,7 +116,7 @@ def test_two_machines_sample_and_train_as_one_and_a_killed_one_loses_no_request(
     )
     (job,) = jobs("art-")
     assert job.endswith(" art-n[1-2]"), job
-    until(lambda: server_log().count(SERVES) == 1, server_log)
+    until(lambda: server_log().count(SERVES) >= 1, server_log)
     enough = laptop.clone / "enough"
     with laptop.tunnel() as exports:
         laptop.run(f"{exports}; {python}/train_until.py tiny 2 0")
@@ -133,6 +133,7 @@ def test_two_machines_sample_and_train_as_one_and_a_killed_one_loses_no_request(
         try:
             # It samples: two tenths of a second of a CPU are more than a heartbeat takes.
             until(lambda: ticks(engine) > idle + 20, lambda: f"{rollouts.poll()}\n{server_log()}")
+            served = server_log().count(SERVES)
             os.kill(parent(engine), signal.SIGKILL)  # `trainer engine` itself, and so its engine
             until(lambda: "is lost with" in server_log(), server_log)
         finally:
@@ -140,7 +141,7 @@ def test_two_machines_sample_and_train_as_one_and_a_killed_one_loses_no_request(
             told = json.loads(laptop.finish(rollouts))
         assert told["answers"] >= 16
         assert told["choices"] == told["finished"] == 4 * told["answers"]
-        until(lambda: server_log().count(SERVES) == 2, server_log)
+        until(lambda: server_log().count(SERVES) > served, server_log)
         # The learner's world was broken by that too, and is whole again.
         laptop.run(f"{exports}; {python}/train_until.py tiny 3 0")
     server = laptop.run(f"{LAUNCHER} logs server --no-follow")

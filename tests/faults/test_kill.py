@@ -115,7 +115,7 @@ def test_a_step_that_a_power_cut_takes_after_its_answer_is_made_again(tmp_path: 
 
 def test_a_server_that_is_killed_between_steps_serves_the_same_again(tmp_path: Path) -> None:
     def served() -> list[str]:
-        found = httpx.get(f"{serving.openai}/v1/models").json()["data"]
+        found = httpx.get(f"{serving.openai}/v1/models", timeout=60).json()["data"]
         return [model["id"] for model in found if model["id"].startswith("run")]
 
     with Serving(tmp_path, BASE) as serving:

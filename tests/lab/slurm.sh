@@ -224,7 +224,7 @@ daemons() {
   start munged setpriv --reuid munge --regid munge --clear-groups munged -F --force \
     --key-file="$SLURM/munge/key" --socket="$SLURM/munge/socket" --pid-file="$SLURM/munge/pid" \
     --log-file="$SLURM/munge/log" --seed-file="$SLURM/munge/seed"
-  for _ in $(seq 50); do [ -S "$SLURM/munge/socket" ] && break; sleep 0.1; done
+  for _ in $(seq 300); do [ -S "$SLURM/munge/socket" ] && break; sleep 0.1; done
   start slurmctld unshare --uts bash -c "hostname art-login; exec slurmctld -D -f $SLURM_CONF"
   for node in $NODES; do
     name=art-${node%%:*} own=$LAB/nodes/art-${node%%:*}/tmp
@@ -235,7 +235,7 @@ daemons() {
       mount --rbind $LAB $own/${LAB#/tmp/} && mount --rbind $own /tmp && exec slurmd -D -f $SLURM_CONF -N $name"
   done
   start sshd unshare --uts bash -c "hostname art-login; exec /usr/sbin/sshd -D -e -f $SLURM/ssh/sshd_config"
-  for _ in $(seq 150); do
+  for _ in $(seq 600); do
     [ "$(sinfo -h -N -o %T 2>/dev/null | grep -c '^idle$')" = "$(wc -w <<<"$NODES")" ] && return
     sleep 0.2
   done

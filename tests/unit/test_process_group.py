@@ -28,7 +28,7 @@ def until(condition: object) -> None:
 def is_alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except OSError:  # also when it ends while it is read
         return False
     return state != "Z"
 

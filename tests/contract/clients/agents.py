@@ -18,7 +18,9 @@ QUESTION = "What is 2 + 3?"
 
 
 def trajectory(openai: str, rollout: str, reward: float) -> art.Trajectory:
-    choices = httpx.get(f"{openai}/rollouts/{rollout}").raise_for_status().json()["choices"]
+    choices = (
+        httpx.get(f"{openai}/rollouts/{rollout}", timeout=60).raise_for_status().json()["choices"]
+    )
     return art.Trajectory(
         messages_and_choices=[{"role": "user", "content": QUESTION}, *map(_choice, choices)],
         reward=reward,

@@ -10,7 +10,7 @@ CURRICULUM = {
     "initial_percentile": 0.3,
     "increment_percentile": 0.2,
     "expansion_interval": 5,
-    "min_reward_diff": 0.1,
+    "min_reward_diff": 0.01,
     "sort_ascending": False,
 }
 

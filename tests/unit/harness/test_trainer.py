@@ -256,7 +256,7 @@ async def test_runs_are_bounded_timed_out_and_counted() -> None:
     ).llms)  # fmt: skip
     scorer: Any = FakeScorer()
     runner = Runner(
-        workflow, llms, scorer, llm="m", max_concurrency=3, run_timeout=1.5, stop_on_failure=False
+        workflow, llms, scorer, llm="m", max_concurrency=3, run_timeout=5, stop_on_failure=False
     )
     done: list[WorkflowRun] = []
     examples = [Example(str(n), "q", "a", {}) for n in range(5)]
