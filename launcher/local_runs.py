@@ -66,7 +66,7 @@ def end(directory: Path, patience: float = 15.0) -> None:
     with contextlib.suppress(ProcessLookupError):
         group = os.getpgid(pid)
         os.killpg(group, signal.SIGTERM)
-        while _has_members(group):
+        while _has_members(group) or _pid(directory):
             if time.monotonic() > deadline:
                 os.killpg(group, signal.SIGKILL)
             time.sleep(0.1)
