@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-AT_ONCE = 16 << 20  # bytes; others wait a tenth of a second at most
+AT_ONCE = 16 << 20  # bytes, read in about a tenth of a second while others wait
 _DEPTH = 6  # a call, its parameters, groups, a group, its trajectories, a trajectory
 
 

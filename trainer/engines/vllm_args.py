@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.devices import cards_asked_for
 from trainer.errors import Unsupported
+from trainer.gpus import cards_asked_for
 from trainer.precision import dtype_name
 
 Json = dict[str, Any]

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from trainer import devices
+from trainer import gpus
 from trainer.base_models import resolve
 from trainer.config import ServerConfig
-from trainer.devices import are_shared, cards_asked_for, share_out, visible_cards
 from trainer.engines import choose
 from trainer.engines.vllm_args import check, defaults, spread
 from trainer.errors import Unsupported
+from trainer.gpus import are_shared, cards_asked_for, share_out, visible_cards
 
 # Heads and KV heads of Qwen2.5-7B and SmolLM2-135M.
 QWEN, SMOL = (28, 4), (9, 3)
@@ -20,7 +20,7 @@ QWEN, SMOL = (28, 4), (9, 3)
 @pytest.fixture
 def cards(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
     names = [str(number) for number in range(request.param)]
-    monkeypatch.setattr(devices, "visible_cards", lambda: names)
+    monkeypatch.setattr(gpus, "visible_cards", lambda: names)
     return len(names)
 
 
