@@ -6,10 +6,12 @@ from typing import Literal
 
 
 def dtype_name(directory: Path, *, cuda: bool) -> Literal["bfloat16", "float32"]:
-    """The dtype of the stored weights where the hardware multiplies it fast, else fp32."""
+    """bf16 on a GPU, where LoRAs have no other kernels in vLLM; on a CPU only if it is fast there."""
+    if cuda:
+        return "bfloat16"
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     stored = config.get("dtype") or config.get("torch_dtype") or "float32"
-    if stored in ("bfloat16", "float16") and (cuda or _cpu_has_amx()):
+    if stored in ("bfloat16", "float16") and _cpu_has_amx():
         return "bfloat16"
     return "float32"
 

@@ -15,6 +15,7 @@ from trainer import base_models
 from trainer.architecture import parse_architecture
 from trainer.base_models import resolve
 from trainer.errors import ModelError
+from trainer.precision import dtype_name
 
 
 def test_tiny_random_is_the_same_everywhere(
@@ -113,3 +114,9 @@ def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], named
 def test_a_sliding_window_bounds_the_length() -> None:
     mistral = config(model_type="mistral", sliding_window=4096, max_position_embeddings=32768)
     assert parse_architecture(mistral).max_length == 4096
+
+
+def test_a_gpu_computes_in_bf16_whatever_is_stored() -> None:
+    stored_in_fp32 = resolve("tiny-random")
+    assert dtype_name(stored_in_fp32, cuda=True) == "bfloat16"
+    assert dtype_name(stored_in_fp32, cuda=False) == "float32"

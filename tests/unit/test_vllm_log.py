@@ -26,6 +26,20 @@ guard: the program ended with code 1
     assert "gpu_memory_utilization" in (hint(found) or "")
 
 
+def test_an_assertion_is_told_with_what_it_asserts() -> None:
+    prefix = "(EngineCore pid=805) ERROR 11-16 02:44:41 [core.py:1330] "
+    lines = [
+        f"{prefix}  File lora_expand_op.py, line 183, in _lora_expand",
+        f"{prefix}    assert weight.dtype in [torch.float16, torch.bfloat16]",
+        f"{prefix}           ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^",
+        f"{prefix}AssertionError",
+        "RuntimeError: Engine core initialization failed. See root cause above.",
+    ]
+    found = cause(lines)
+    assert found == "AssertionError: assert weight.dtype in [torch.float16, torch.bfloat16]"
+    assert "Remove `dtype`" in (hint(found) or "")
+
+
 def test_a_wrong_flag_is_told_in_the_words_of_the_parser() -> None:
     log = ["usage: vllm serve [model_tag]", "vllm serve: error: unrecognized arguments: --foo 1"]
     assert cause(log) == "unrecognized arguments: --foo 1"

@@ -41,6 +41,10 @@ _HINTS = (
         ("unrecognized arguments", "invalid choice", "invalid value", "validation error"),
         "Mend or remove that setting in `engine_args`; `vllm serve --help=all` lists them",
     ),
+    (
+        ("weight.dtype in [torch.float16",),
+        "Remove `dtype` from `engine_args`: on a GPU vLLM has LoRAs in bf16 and fp16 only",
+    ),
     (("No module named",), "Install vLLM here, or name its environment in `ART_VLLM`"),
 )
 
@@ -56,12 +60,16 @@ def stage(lines: Sequence[str]) -> str:
 
 def cause(lines: Sequence[str]) -> str:
     """The line that says why vLLM ended: the first error that is not a consequence of another."""
-    vague = ""
+    vague = asserted = ""
     for line in map(plain, lines):
+        if line.startswith("assert "):
+            asserted = line
         if usage := _USAGE.search(line):
             return usage[1]
         if not _ERROR.match(line):
             continue
+        if line == "AssertionError":  # what was asserted stands above it
+            line = f"{line}: {asserted}"
         if not any(word in line for word in _VAGUE):
             return line
         vague = vague or line
