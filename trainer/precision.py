@@ -6,7 +6,7 @@ from typing import Literal
 
 
 def dtype_name(directory: Path, *, cuda: bool) -> Literal["bfloat16", "float32"]:
-    """bf16 on a GPU, where LoRAs have no other kernels in vLLM; on a CPU only if it is fast there."""
+    """bf16 on a GPU, for which vLLM has LoRA kernels; on a CPU only where that is fast."""
     if cuda:
         return "bfloat16"
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))

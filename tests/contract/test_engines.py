@@ -287,7 +287,17 @@ async def test_vllm_refuses_by_name_what_would_break_the_server(engines: dict[st
             await engines["vllm"].configure({name: "x"})
     with pytest.raises(Conflict, match=r"`engine_args\.max_model_len` is `2048` here"):
         await engines["vllm"].configure({"max_model_len": 4096})
-    await engines["vllm"].configure({"max_model_len": 2048, "enforce_eager": True})
+
+
+async def test_vllm_is_not_started_again_for_what_it_does_anyway(
+    engines: dict[str, Engine],
+) -> None:
+    engine = engines["vllm"]
+    assert isinstance(engine, VllmEngine)
+    running = engine._process
+    asked = {"max_model_len": 2048, "enforce_eager": True, "tensor_parallel_size": 1}
+    await engine.configure(asked)
+    assert engine._process is running
 
 
 async def test_a_dead_engine_is_told_and_lives_again_with_its_loras(

@@ -105,7 +105,8 @@ class VllmEngine:
                     f"`engine_args.{name}` is `{self._arguments[name]}` here, not `{value}`",
                     hint="Ask for the same value, or start another server on other ports",
                 )
-        changed = [name for name, value in arguments.items() if self._in_effect.get(name) != value]
+        now = {**vllm_args.UNASKED, **self._in_effect}
+        changed = [name for name, value in arguments.items() if now.get(name) != value]
         before, self._arguments = self._arguments, {**self._arguments, **arguments}
         if changed and self.running:
             logger.info("vLLM is started again for %s", ", ".join(f"`{n}`" for n in changed))

@@ -33,6 +33,14 @@ REFUSED = {
     **dict.fromkeys(("api_server_count", "data_parallel_external_lb"), _ONE),
 }
 
+# What vLLM does when nobody asks: no reason to start it again.
+UNASKED = {
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
+    "enforce_eager": False,
+}
+
 
 def check(arguments: Mapping[str, Any], devices: str | None = None) -> None:
     """Refuse, by name, every argument that the server cannot leave to its user."""
