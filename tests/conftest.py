@@ -1,6 +1,7 @@
 """What every test gets: an empty home, no credentials, and no silent skip in CI."""
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,8 @@ _CREDENTIALS = (
     "ART_", "AWS_", "AZURE_", "BASE_MODEL", "GOOGLE_", "HF_", "LANGFUSE_", "LAUNCHER_",
     "OPENAI_", "OPENPIPE_", "WANDB_",
 )  # fmt: skip
+# In the background of a shell it is ignored, and so would be a tunnel that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

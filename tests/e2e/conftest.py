@@ -27,8 +27,6 @@ printf 'jobs: {controller: {consolidation_mode: true}}\n' >>~/.sky/config.yaml
 sed -i "s#^_TEST_IP_LIST = .*#_TEST_IP_LIST = ['http://127.0.0.1:46599/api/health']#" \
   .venv/lib/python3.*/site-packages/sky/backends/backend_utils.py
 """
-# Tests that run in the background of a shell ignore it, and so would a tunnel that they start.
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @dataclass(frozen=True)
