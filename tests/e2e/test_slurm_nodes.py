@@ -168,7 +168,7 @@ def server_log() -> str:
 def running(module: str) -> Iterator[int]:
     """The processes of the cluster that were started as a module of Python's."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError, KeyError):  # it has ended, or its user is of elsewhere
             # Other tests that run meanwhile have such processes too.
             if path.owner() == "arthpc" and module in path.read_text().split("\0"):
                 yield int(path.parent.name)
