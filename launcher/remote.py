@@ -59,6 +59,8 @@ class Remote:
                 config=Config(ssh_config=config),
                 inline_ssh_env=False,
                 connect_timeout=10,  # a machine that is gone does not say so
+                # What leads to it may be a program of SkyPilot's, which takes its time to start.
+                connect_kwargs={"banner_timeout": 60, "auth_timeout": 60},
             ) as connection:
                 result = connection.run(
                     command,

@@ -49,7 +49,7 @@ class Run:
             self._process.communicate(timeout=60)
 
     def finish(self, *, code: int = 0) -> str:
-        output, _ = self._process.communicate(timeout=800)
+        output, _ = self._process.communicate(timeout=1600)
         assert self._process.returncode == code, output[-8000:]
         return output
 
@@ -70,6 +70,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, s
             one.stop()
 
 
+@pytest.mark.timeout(2400)  # the first of them makes two environments
 @pytest.mark.parametrize(("version", "engine"), RUNS)
 def test_nat_finetunes_with_openpipe_art(
     runs: dict[tuple[str, str], Run], version: str, engine: str

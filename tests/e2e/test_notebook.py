@@ -27,6 +27,7 @@ def ports(serving: Serving) -> tuple[str, str]:
     return str(urlsplit(serving.control).port), str(urlsplit(serving.openai).port)
 
 
+@pytest.mark.timeout(2400)
 def test_the_notebook_runs_from_its_first_cell_to_its_last(
     smollm2: Serving, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -48,7 +49,8 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(
         monkeypatch.setenv(name, str(value))
     notebook = nbformat.read(ROOT / "examples/temporal-clue.ipynb", as_version=4)
     path = {"metadata": {"path": str(ROOT)}}
-    nbclient.NotebookClient(notebook, timeout=600, resources=path).execute()
+    patience = {"timeout": 2000, "startup_timeout": 300, "iopub_timeout": 60}
+    nbclient.NotebookClient(notebook, resources=path, **patience).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     text = "".join(output.get("text", "") for output in outputs)
     assert "validation reward: 0." in text and "--- expected" in text

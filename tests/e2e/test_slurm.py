@@ -147,7 +147,7 @@ def test_the_client_trains_through_a_tunnel_that_opened_again_after_its_ssh_was_
         forward = f"ssh .*-L{art.ports[0]}:127"
         (pid,) = art.run(f"pgrep -f '^{forward}'").split()
         art.run(f"kill -9 {pid}")
-        art.run(f"for _ in $(seq 60); do sleep 1; ! {health} || exit 0; done; exit 1")
+        art.run(f"for _ in $(seq 240); do sleep 1; ! {health} || exit 0; done; exit 1")
         assert art.run(f"pgrep -f '^{forward}'").split() != [pid]
         train_two_steps(art, exports)
     listed = art.run("ssh -q art ls sky_workdir/.art/e2e/models/tiny/checkpoints")

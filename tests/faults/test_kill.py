@@ -66,7 +66,7 @@ def train(serving: Serving, step: int) -> list[str]:
             assert serving.post("/_get_step", MODEL) == step
             return rows
         except httpx.TransportError:
-            serving.process.wait(30)
+            serving.process.wait(120)
             serving.start()
     raise AssertionError(f"step {step} was not trained")
 
@@ -84,7 +84,7 @@ def hashes(serving: Serving) -> dict[str, Any]:
 def sample(serving: Serving) -> int:
     ask: dict[str, Any] = {"model": "run", "messages": [{"role": "user", "content": "x"}]}
     ask |= {"n": 16, "max_tokens": 4}  # a random model may stop at once, but not sixteen times
-    answer = httpx.post(f"{serving.openai}/v1/chat/completions", json=ask, timeout=60)
+    answer = httpx.post(f"{serving.openai}/v1/chat/completions", json=ask, timeout=300)
     answer.raise_for_status()
     return int(answer.json()["policy_step"])
 
@@ -103,7 +103,7 @@ def test_a_step_that_a_power_cut_takes_after_its_answer_is_made_again(tmp_path: 
         (run / "journal.json").rename(run / "journal.delivered.json")
         weights = run / "checkpoints" / "0002" / "adapter_model.safetensors"
         weights.write_bytes(b"")
-        serving.process.wait(30)
+        serving.process.wait(120)
         serving.start()
         serving.post("/_prepare_backend_for_training", {"model": MODEL})
         assert serving.post("/_get_step", MODEL) == 2
@@ -121,14 +121,14 @@ def test_a_server_that_is_killed_between_steps_serves_the_same_again(tmp_path: P
     with Serving(tmp_path, BASE) as serving:
         train(serving, 1)
         serving.process.kill()
-        serving.process.wait(30)
+        serving.process.wait(120)
         serving.start()
         while not served():  # the base model is there before
             assert serving.process.poll() is None
             time.sleep(0.1)
         assert sample(serving) == 1
         serving.process.terminate()
-        serving.process.wait(30)
+        serving.process.wait(120)
         serving.start()  # after an end that was asked for, clients register anew
         assert served() == []
 

@@ -93,6 +93,6 @@ def test_learners_and_a_head_that_are_killed_are_joined_again(tmp_path: Path) ->
         everyone = [*learner(serving.process), *learner(other)]
         assert len(everyone) == 4
         serving.process.terminate()
-        assert serving.process.wait(60) == 0
-        assert other.wait(60) == 0  # sent home
+        assert serving.process.wait(120) == 0
+        assert other.wait(120) == 0  # sent home
         wait_until_gone(everyone)

@@ -24,7 +24,7 @@ def stop_at(project: Any, line: str, times: int, how: signal.Signals = signal.SI
                 process.send_signal(how)
                 break
         rest = process.stderr.read()
-    ended = process.wait(30)
+    ended = process.wait(120)
     assert "Traceback" not in rest
     return ended
 
