@@ -114,11 +114,12 @@ def report(
     assert isinstance(adapter, ArtTrainerAdapterConfig)
     backend = adapter.backend
     step = history.metrics[-1]["step"]
+    steps = "1 step" if history.epoch == 1 else f"{history.epoch} steps"
     checkpoint = f"{state}/{backend.project}/models/{backend.name}/checkpoints/{step:04d}"
     url = result.config.llms["policy"].base_url
     return [
         "",
-        f"Trained {history.epoch} steps; this call took {seconds:.0f} s",
+        f"Trained {steps}; this call took {seconds:.0f} s",
         f"Validation reward on {last['num_examples']} puzzles it never trained on: "
         f"{first['avg_reward']:.3f} before, {last['avg_reward']:.3f} after "
         f"({last['avg_reward'] - first['avg_reward']:+.3f})",
