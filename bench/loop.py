@@ -16,9 +16,11 @@ import tempfile
 import time
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.report import RESULTS, machine
+from bench.report import write_report
 from trainer.harness.finetune import finetune
 
 ROOT = Path(__file__).parents[1]
@@ -69,11 +71,13 @@ def main() -> None:
 
 
 def on_gpu() -> None:
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as out:
         subprocess.run([ROOT / "scripts" / "gpu-smoke", "7b", out], check=True)
-        report = (Path(out) / "report.md").read_text()
-    where = machine(os.getloadavg()[0], ("torch", "vllm", "torchtune"))
-    (RESULTS / "loop_cuda.md").write_text(f"# bench/loop.py --cuda\n\n{report}\n{where}\n")
+        table = (Path(out) / "report.md").read_text().strip()
+    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    what = f"A 7B shape served and trained on one {card} by `scripts/gpu-smoke 7b`"
+    write_report("loop_cuda", what, table, load, packages=("torch", "vllm", "torchtune"))
 
 
 if __name__ == "__main__":

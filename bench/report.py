@@ -38,7 +38,7 @@ SERVER = ("torch", "fastapi", "uvicorn")
 def machine(load: float, packages: Sequence[str] = SERVER) -> str:
     """The machine, its load before the run, the versions and the day, in one line."""
     found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
-    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages)
+    versions = ", ".join(f"{name} {version(name)}" for name in packages)
     return (
         f"{os.cpu_count()} cores of {found[1] if found else platform.machine()}, load {load:.1f} "
         f"before the run; Python {platform.python_version()}, {versions}; "
@@ -46,10 +46,18 @@ def machine(load: float, packages: Sequence[str] = SERVER) -> str:
     )
 
 
+def version(package: str) -> str:
+    """Of an installed package; vLLM may be in an environment of its own."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "of elsewhere"
+
+
 def write_report(
     name: str,
     what: str,
-    table: Table,
+    table: Table | str,
     load: float,
     notes: str = "",
     packages: Sequence[str] = SERVER,

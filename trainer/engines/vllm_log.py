@@ -68,7 +68,7 @@ def cause(lines: Sequence[str]) -> str:
             return usage[1]
         if not _ERROR.match(line):
             continue
-        if line == "AssertionError":  # what was asserted stands above it
+        if line == "AssertionError" and asserted:  # it says nothing by itself
             line = f"{line}: {asserted}"
         if not any(word in line for word in _VAGUE):
             return line

@@ -43,5 +43,5 @@ def _check_fp8(
         raise Unsupported(
             f"`quantization` is `fp8`, which `{torch.cuda.get_device_name(device)}` with weights "
             f"in `{dtype}` has not",
-            hint="Leave it out, or use an L4, L40S, H100 or newer, and a model stored in bf16",
+            hint="Leave it out, or use an L4, L40S, H100 or newer",
         )
