@@ -117,6 +117,8 @@ def report(
     steps = "1 step" if history.epoch == 1 else f"{history.epoch} steps"
     checkpoint = f"{state}/{backend.project}/models/{backend.name}/checkpoints/{step:04d}"
     url = result.config.llms["policy"].base_url
+    # A bound: without one, what a small model repeats goes on to the end of its context.
+    ask = {"model": backend.name, "messages": [ASK], "temperature": 0, "max_tokens": 64}
     return [
         "",
         f"Trained {steps}; this call took {seconds:.0f} s",
@@ -133,7 +135,7 @@ def report(
         "",
         "Next:",
         f"  ask it:       curl -s {url}/chat/completions -H 'content-type: application/json' "
-        f"-d '{json.dumps({'model': backend.name, 'messages': [ASK], 'temperature': 0})}'",
+        f"-d '{json.dumps(ask)}'",
         "  train longer: python -m examples.temporal_clue.quickstart --epochs 48",
         "  your agent:   docs/extending.md",
     ]
