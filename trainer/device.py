@@ -1,7 +1,9 @@
 """Where and in which precision a model computes: the same answer for engine and learner."""
 
+import contextlib
 import ctypes
 import gc
+import os
 import platform
 from pathlib import Path
 
@@ -17,6 +19,17 @@ def default_device() -> torch.device:
 def default_dtype(directory: Path, device: torch.device) -> torch.dtype:
     name = dtype_name(directory, cuda=device.type == "cuda")
     return torch.bfloat16 if name == "bfloat16" else torch.float32
+
+
+def memory(device: torch.device) -> int:
+    """Bytes that `device` has in all; of a machine's, what this process may take."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for cgroup in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):  # no such limit, or `max`
+            limits.append(int(Path("/sys/fs/cgroup", cgroup).read_text()))
+    return min(limits)
 
 
 def keep_freed_memory() -> None:

@@ -44,9 +44,8 @@ def test_rows_that_join_and_leave_compute_what_they_compute_alone() -> None:
     # Row 1 moves to row 0 and is shared with row 2; a new prompt is put over the old one in row 1.
     cache.copy_row(1, [0, 2], 15)
     decoder.prefill([c[:7]], [1], cache)
-    larger = decoder.new_cache(8, 48)
-    larger.copy_from(cache)
-    found = decoder.decode([a[15], c[7], a[15]], [15, 7, 15], larger)
+    cache.resize(3, 48)
+    found = decoder.decode([a[15], c[7], a[15]], [15, 7, 15], cache)
     alone = expected(policy, a[:16], c[:8], a[:16])
     torch.testing.assert_close(found, alone, atol=1e-4, rtol=0)
 

@@ -40,6 +40,11 @@ class Choice:
     def length(self) -> int:
         return len(self.call.prompt) + len(self.tokens)
 
+    @property
+    def seen(self) -> tuple[int, ...]:
+        """All that the next token depends on: more than the prompt if the row was given up."""
+        return (*self.call.prompt, *self.tokens)
+
 
 def prefill_batches(prompts: Iterable[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
     """Prompts of like length together, as many as fit `PREFILL` tokens with their padding."""
@@ -50,3 +55,17 @@ def prefill_batches(prompts: Iterable[tuple[int, ...]]) -> list[list[tuple[int, 
         else:
             batches.append([prompt])
     return batches
+
+
+def cache_shape(rows: int, length: int, *, context: int, budget: int) -> tuple[int, int]:
+    """Rows and tokens of a cache for these: doubled, so that growing costs little.
+
+    It is made for what is needed now, not for the most rows and the longest one ever met: those
+    were 64 short ones at one time and one of 8,192 tokens at another, and their product 12 GB.
+    """
+    rows = max(rows, min(_doubled(rows), budget // length))
+    return rows, max(length, min(max(256, _doubled(length)), context, budget // rows))
+
+
+def _doubled(size: int) -> int:
+    return 1 << (size - 1).bit_length()

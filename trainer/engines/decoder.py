@@ -48,6 +48,7 @@ class KVCache:
             torch.zeros(shape, dtype=dtype, device=device) for _ in range(architecture.layers)
         ]
         self.values = [torch.zeros_like(keys) for keys in self.keys]
+        self.token_bytes = 2 * sum(keys[0, 0].nbytes for keys in self.keys)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
         """Keys and values [N, K, E] to `slots` [N], counted through all rows."""
@@ -56,14 +57,17 @@ class KVCache:
 
     def copy_row(self, source: int, targets: list[int], length: int) -> None:
         """Copy the first `length` tokens of a row: to close a gap, or to share a prompt."""
-        for tensor in (*self.keys, *self.values):
+        for tensor in (*self.keys, *self.values) if targets else ():
             tensor[targets, :length] = tensor[source, :length]
 
-    def copy_from(self, other: "KVCache") -> None:
-        """Take over what a smaller cache holds."""
-        for before, after in ((other.keys, self.keys), (other.values, self.values)):
-            for source, target in zip(before, after, strict=True):
-                target[: other.rows, : other.length] = source
+    def resize(self, rows: int, length: int) -> None:
+        """Keep what fits the new shape; a layer at a time, as two whole caches may not fit."""
+        kept = (slice(min(rows, self.rows)), slice(min(length, self.length)))
+        for tensors in (self.keys, self.values):
+            for layer, old in enumerate(tensors):
+                tensors[layer] = old.new_zeros(rows, length, *old.shape[2:])
+                tensors[layer][kept] = old[kept]
+        self.rows, self.length = rows, length
 
 
 class Product:

@@ -1,11 +1,11 @@
 """The embedded engine's process: continuous batching over a decoder and its KV cache.
 
 Requests join and leave between decode steps. Rows of the cache are kept without gaps, a prompt
-that several choices share is computed once, and a batch samples from one LoRA at a time.
+that several choices share is computed once, and a batch samples from one LoRA at a time. A batch
+that outgrows the cache's share of the memory gives up rows, which are computed again later.
 """
 
 import argparse
-import itertools
 import logging
 import random
 from collections import deque
@@ -20,8 +20,8 @@ from torch import Tensor
 from trainer import faults
 from trainer.channel import Channel
 from trainer.config import LoraConfig
-from trainer.device import default_device, default_dtype
-from trainer.engines.batching import Call, Choice, prefill_batches
+from trainer.device import default_device, default_dtype, memory
+from trainer.engines.batching import Call, Choice, cache_shape, prefill_batches
 from trainer.engines.decoder import Decoder
 from trainer.engines.sampling import Sampling, choose
 from trainer.engines.text import TextStream
@@ -31,12 +31,14 @@ from trainer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 ROWS = 64  # choices sampled at once; more wait
+CACHE_SHARE = 0.25  # of the memory: the model and, on a laptop, the learner are there too
 
 
 class EmbeddedWorker:
     """Owns the decoder; `run` answers the server until it goes."""
 
-    def __init__(self, directory: Path, channel: Channel) -> None:
+    def __init__(self, directory: Path, channel: Channel, budget: int | None = None) -> None:
+        """`budget`: tokens that the cache may hold, if they are not to follow from the memory."""
         device = default_device()
         self._channel = channel
         self._handlers: dict[str, Callable[..., None]] = {
@@ -52,7 +54,8 @@ class EmbeddedWorker:
         self._current: str | None = None
         self._waiting: deque[Choice] = deque()
         self._active: list[Choice] = []
-        self._cache = self._decoder.new_cache(8, 256)
+        self._cache = self._decoder.new_cache(8, min(256, self._context))
+        self._budget = budget or int(CACHE_SHARE * memory(device)) // self._cache.token_bytes
 
     def run(self) -> None:
         while self._channel.open:
@@ -132,6 +135,8 @@ class EmbeddedWorker:
             lora = self._waiting[0].call.lora
             if lora != self._current and self._active:
                 break  # the next LoRA's turn comes when this batch has drained
+            if not self._fits([*self._active, self._waiting[0]]):
+                break
             self._switch(lora)
             fresh.append(self._waiting.popleft())
             self._active.append(fresh[-1])
@@ -145,9 +150,9 @@ class EmbeddedWorker:
 
     def _prefill(self, fresh: list[Choice]) -> Tensor:
         """Fill the rows of the newest choices; returns the logits [B, V] of their first tokens."""
-        prompts = [tuple(choice.call.prompt) for choice in fresh]
+        prompts = [choice.seen for choice in fresh]
         first = len(self._active) - len(fresh)
-        self._grow(len(self._active), max(map(len, prompts)) + 1)
+        self._grow()
         rows: dict[tuple[int, ...], int] = {}
         for row, prompt in enumerate(prompts, first):
             rows.setdefault(prompt, row)  # a prompt that several share is computed once
@@ -165,7 +170,9 @@ class EmbeddedWorker:
     def _decode(self) -> None:
         """One token for every active row."""
         faults.reached("engine-sampling")
-        self._grow(len(self._active), max(choice.length for choice in self._active) + 1)
+        while not self._fits(self._active):
+            self._waiting.appendleft(self._active.pop())
+        self._grow()
         tokens = [choice.tokens[-1] for choice in self._active]
         positions = [choice.length - 1 for choice in self._active]
         logits = self._decoder.decode(tokens, positions, self._cache)
@@ -217,19 +224,20 @@ class EmbeddedWorker:
             self._cache.copy_row(len(self._active), [row], last.length)
             self._active[row] = last
 
-    def _grow(self, rows: int, length: int) -> None:
-        """Make the cache large enough, doubling, so that it costs little and wastes less."""
-        if rows <= self._cache.rows and length <= self._cache.length:
-            return
-        old = self._cache
-        new_rows = next(n for n in _doubled(old.rows) if n >= rows)
-        new_length = next(n for n in _doubled(old.length) if n >= length)
-        self._cache = self._decoder.new_cache(new_rows, min(new_length, self._context))
-        self._cache.copy_from(old)
+    def _fits(self, choices: list[Choice]) -> bool:
+        """Whether the cache may hold these and a token more of each; one alone always."""
+        return len(choices) == 1 or len(choices) * _length(choices) <= self._budget
+
+    def _grow(self) -> None:
+        """Have room for the active choices and a token more of each."""
+        rows, length = len(self._active), _length(self._active)
+        if rows > self._cache.rows or length > self._cache.length:
+            shape = cache_shape(rows, length, context=self._context, budget=self._budget)
+            self._cache.resize(*shape)
 
 
-def _doubled(start: int) -> "itertools.accumulate[int]":
-    return itertools.accumulate(itertools.repeat(2, 32), lambda a, b: a * b, initial=start)
+def _length(choices: list[Choice]) -> int:
+    return max(choice.length for choice in choices) + 1
 
 
 def main() -> None:

@@ -1,0 +1,90 @@
+"""The embedded engine's batch, when the memory is less than its choices would take."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from trainer.base_models import resolve
+from trainer.engines.batching import cache_shape
+from trainer.engines.embedded_worker import EmbeddedWorker
+
+ASK = {
+    "lora": None,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "stop": [],
+    "stream": False,
+}
+
+
+class Script:
+    """A channel that brings all calls at once and closes with the last answer."""
+
+    def __init__(self, calls: list[dict[str, Any]]) -> None:
+        self._calls = calls
+        self._left = len(calls)
+        self.rows: dict[tuple[int, int], dict[str, Any]] = {}
+
+    @property
+    def open(self) -> bool:
+        return self._left > 0
+
+    def poll(self, *, wait: bool) -> Iterator[tuple[int, str, dict[str, Any]]]:
+        calls, self._calls = self._calls, []
+        for number, call in enumerate(calls):
+            yield number, "sample", {**ASK, **call}
+
+    def row(self, call: int, row: dict[str, Any]) -> None:
+        self.rows[call, row["index"]] = row
+
+    def done(self, call: int, result: Any = None) -> None:
+        self._left -= 1
+
+    def error(self, call: int, error: Exception) -> None:
+        raise error
+
+
+def sampled(calls: list[dict[str, Any]], budget: int | None) -> tuple[Any, EmbeddedWorker]:
+    script = Script(calls)
+    worker = EmbeddedWorker(resolve("tiny-random"), script, budget)  # type: ignore[arg-type]
+    worker.run()
+    return script.rows, worker
+
+
+def test_choices_that_outgrow_the_memory_are_given_up_and_finished_later() -> None:
+    calls = [
+        {"prompt_ids": [7, 8, 9] * (1 + number), "n": 4, "seed": number, "max_tokens": 60}
+        for number in range(4)
+    ]
+    free, worker = sampled(calls, None)
+    assert worker._cache.rows == 16
+    tight, worker = sampled(calls, 200)  # not four of the sixteen at their full lengths
+    assert worker._cache.rows * worker._cache.length <= 200
+    assert tight.keys() == free.keys() and len(tight) == 16
+    for key, row in tight.items():
+        assert row["token_ids"] == free[key]["token_ids"]
+        assert row["logprobs"] == pytest.approx(free[key]["logprobs"], abs=1e-4)
+        assert row["text"] == free[key]["text"]
+
+
+def test_one_choice_is_sampled_to_its_end_whatever_the_memory() -> None:
+    (row,) = sampled([{"prompt_ids": [7], "n": 1, "seed": 0, "max_tokens": 50}], 8)[0].values()
+    assert len(row["token_ids"]) == 50 or row["finish_reason"] == "stop"
+
+
+def test_a_long_choice_after_many_short_ones_does_not_multiply_with_them() -> None:
+    short = [{"prompt_ids": [7, 8], "n": 16, "seed": 0, "max_tokens": 4}]
+    long = [{"prompt_ids": [7] * 300, "n": 1, "seed": 0, "max_tokens": 4}]
+    worker = sampled(short + long, 16 * 310)[1]
+    assert worker._cache.rows == 16
+    worker = sampled(short + long, 16 * 300)[1]  # the long one waits for the short ones
+    assert (worker._cache.rows, worker._cache.length) == (1, 512)
+
+
+def test_a_cache_is_doubled_within_the_context_and_the_budget() -> None:
+    assert cache_shape(5, 20, context=8192, budget=1 << 20) == (8, 256)
+    assert cache_shape(5, 300, context=400, budget=1 << 20) == (8, 400)
+    assert cache_shape(5, 300, context=8192, budget=2000) == (6, 333)
+    assert cache_shape(1, 300, context=8192, budget=100) == (1, 300)
