@@ -148,7 +148,8 @@ def sync(target: Target, as_json: bool, workdir: Path) -> None:
 def tunnel(target: Target, port: int | None, openai_port: int | None, as_json: bool) -> None:
     """Reach the server's two ports on this machine until you press Ctrl-C.
 
-    Prints the variables that lead a client there, once the server answers.
+    Prints the variables that lead a client there, once the server answers. openpipe-art chats on
+    the port that the server calls its own, so another --openai-port is not for it.
 
     \b
     Example:

@@ -129,10 +129,10 @@ class Cluster:
 
     def run(self, command: str) -> Run:
         """Start `command` beside the server, in the workdir with its environment active."""
-        endpoints = Endpoints.on_loopback(*self.ports)
-        return self.provider.run(
-            self.name, _PROLOGUE + command, endpoints.exports(), self.settings.secrets()
-        )
+        envs = Endpoints.on_loopback(*self.ports).exports()
+        if self.settings.langfuse_host:  # where its keys, which are secrets, are good
+            envs |= {"LANGFUSE_HOST": self.settings.langfuse_host}
+        return self.provider.run(self.name, _PROLOGUE + command, envs, self.settings.secrets())
 
     def wait(self, run: Run, *, every: float = 2.0) -> int:
         """Wait until `run` is over and return its exit code."""

@@ -279,7 +279,7 @@ def _require(*packages: str) -> None:
         names = ", ".join(f"`{name}`" for name in absent)
         raise NotInstalled(
             f"This needs {names}, not installed here",
-            hint="Install with `pip install 'art-cluster[local]'`, on a GPU machine `[cluster]`",
+            hint="Run `scripts/install`, on a GPU machine `scripts/install --only cluster`",
         )
 
 

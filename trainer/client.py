@@ -2,13 +2,14 @@
 
 That release has no client for the control API any more; this is it:
 
-    backend = ArtBackend("http://127.0.0.1:7999")
+    backend = ArtBackend("http://127.0.0.1:7999")  # or `ART_BASE_URL`
     await model.register(backend)
     result = await backend.train(model, groups, learning_rate=1e-5)
 """
 
 import json
 import logging
+import os
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
@@ -26,7 +27,10 @@ _TIMEOUT = httpx.Timeout(None, connect=10.0)
 class ArtBackend:
     """Trains models of openpipe-art on a `trainer serve`, reached at its control port."""
 
-    def __init__(self, base_url: str = "http://127.0.0.1:7999", api_key: str | None = None) -> None:
+    def __init__(self, base_url: str | None = None, api_key: str | None = None) -> None:
+        """By default what `ART_BASE_URL` and `ART_API_KEY` say, as `launcher run` sets them."""
+        base_url = base_url or os.environ.get("ART_BASE_URL") or "http://127.0.0.1:7999"
+        api_key = api_key or os.environ.get("ART_API_KEY")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = httpx.AsyncClient(base_url=base_url, headers=headers, timeout=_TIMEOUT)
         self._steps: dict[tuple[str, str], int] = {}

@@ -5,6 +5,7 @@ import ctypes
 import gc
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -25,11 +26,25 @@ def memory(device: torch.device) -> int:
     """Bytes that `device` has in all; of a machine's, what this process may take."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for cgroup in ("memory.max", "memory/memory.limit_in_bytes"):
-        with contextlib.suppress(OSError, ValueError):  # no such limit, or `max`
-            limits.append(int(Path("/sys/fs/cgroup", cgroup).read_text()))
-    return min(limits)
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([machine, *_cgroup_limits()])
+
+
+def _cgroup_limits(
+    told: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> Iterator[int]:
+    """Bytes that each group this process is in may take: a container's, a Slurm job's."""
+    lines = told.read_text().splitlines() if told.is_file() else []
+    for _, controllers, path in (line.split(":", 2) for line in lines):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, name = root, "memory.max"
+        if controllers:  # the first version of cgroups
+            top, name = root / "memory", "memory.limit_in_bytes"
+        inner = top / path.strip("/")
+        for group in {top, inner, *inner.parents} - {*top.parents}:
+            with contextlib.suppress(OSError, ValueError):  # not seen from here, or no limit
+                yield int((group / name).read_text())
 
 
 def keep_freed_memory() -> None:

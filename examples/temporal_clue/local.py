@@ -61,7 +61,8 @@ def main(epochs: int, seed: int) -> None:
         ports = ("--port", port, "--openai-port", openai_port)
         asked = ("--state-dir", str(state), "--size", wanted.size, "--base-model", model)
         length = ("--epochs", str(epochs), "--seed", str(seed))
-        quickstart.main([*ports, *asked, *length], standalone_mode=False)
+        again = ("--again", "./launch-cluster.sh --local" + (f" --seed {seed}" if seed else ""))
+        quickstart.main([*ports, *asked, *length, *again], standalone_mode=False)
     except (KeyboardInterrupt, SystemExit) as stop:  # the latter when training was stopped
         if isinstance(stop, KeyboardInterrupt):
             kit.cli.note("Stopped; the same command goes on from here")

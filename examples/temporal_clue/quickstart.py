@@ -6,12 +6,14 @@ Ctrl-C stops it cleanly; the same command goes on from there.
 """
 
 import json
+import shlex
 import sys
 import time
 from functools import partial
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 import kit.cli
 from trainer.harness.component_config import ArtTrainerAdapterConfig
@@ -52,7 +54,10 @@ SIZES = {
 )
 @click.option("--seed", default=0, show_default=True, help="Order of the puzzles.")
 @click.option("--base-model", help="Train another model than the config's.")
+@click.option("--again", hidden=True, help="The command that is told to train longer with.")
+@click.pass_context
 def main(
+    context: click.Context,
     host: str,
     port: int,
     openai_port: int,
@@ -62,6 +67,7 @@ def main(
     size: str,
     seed: int,
     base_model: str | None,
+    again: str | None,
 ) -> None:
     """Train the Temporal Clue example and compare before with after."""
     overrides = {
@@ -99,12 +105,24 @@ def main(
     if not result.statuses:
         kit.cli.note(f"This run had its {epochs} epochs: give it more with `--epochs`")
     seconds = time.monotonic() - started
-    for line in report(result, Path(state_dir), Path(output_dir), validation, seconds):
+    longer = f"{again or _command(context)} --epochs {2 * epochs}"
+    for line in report(result, Path(state_dir), Path(output_dir), validation, seconds, longer):
         kit.cli.note(line)
 
 
+def _command(context: click.Context) -> str:
+    """This call without its length, as one types it."""
+    given = {
+        name: str(value)
+        for name, value in context.params.items()
+        if context.get_parameter_source(name) == ParameterSource.COMMANDLINE and name != "epochs"
+    }
+    options = (it for name, value in given.items() for it in (f"--{name.replace('_', '-')}", value))
+    return shlex.join(["python", "-m", "examples.temporal_clue.quickstart", *options])
+
+
 def report(
-    result: Result, state: Path, output: Path, validation: Path, seconds: float
+    result: Result, state: Path, output: Path, validation: Path, seconds: float, longer: str
 ) -> list[str]:
     """Before and after, where things lie, and what to try next."""
     history = result.history
@@ -136,7 +154,7 @@ def report(
         "Next:",
         f"  ask it:       curl -s {url}/chat/completions -H 'content-type: application/json' "
         f"-d '{json.dumps(ask)}'",
-        "  train longer: python -m examples.temporal_clue.quickstart --epochs 48",
+        f"  train longer: {longer}",
         "  your agent:   docs/extending.md",
     ]
 

@@ -1,15 +1,19 @@
 """The embedded engine's batch, when the memory is less than its choices would take."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.contract.loras import write_lora
 from trainer.base_models import resolve
 from trainer.engines.batching import cache_shape
 from trainer.engines.embedded_worker import EmbeddedWorker
+from trainer.errors import BadRequest
 
 ASK = {
+    "seed": 0,
     "lora": None,
     "temperature": 1.0,
     "top_p": 1.0,
@@ -26,6 +30,7 @@ class Script:
         self._calls = calls
         self._left = len(calls)
         self.rows: dict[tuple[int, int], dict[str, Any]] = {}
+        self.errors: dict[int, Exception] = {}
 
     @property
     def open(self) -> bool:
@@ -43,13 +48,19 @@ class Script:
         self._left -= 1
 
     def error(self, call: int, error: Exception) -> None:
-        raise error
+        self.errors[call] = error
+        self._left -= 1
+
+
+def make_worker(script: Script, budget: int | None = None) -> EmbeddedWorker:
+    return EmbeddedWorker(resolve("tiny-random"), script, budget)  # type: ignore[arg-type]
 
 
 def sampled(calls: list[dict[str, Any]], budget: int | None) -> tuple[Any, EmbeddedWorker]:
     script = Script(calls)
-    worker = EmbeddedWorker(resolve("tiny-random"), script, budget)  # type: ignore[arg-type]
+    worker = make_worker(script, budget)
     worker.run()
+    assert not script.errors
     return script.rows, worker
 
 
@@ -87,4 +98,46 @@ def test_a_cache_is_doubled_within_the_context_and_the_budget() -> None:
     assert cache_shape(5, 20, context=8192, budget=1 << 20) == (8, 256)
     assert cache_shape(5, 300, context=400, budget=1 << 20) == (8, 400)
     assert cache_shape(5, 300, context=8192, budget=2000) == (6, 333)
-    assert cache_shape(1, 300, context=8192, budget=100) == (1, 300)
+    assert cache_shape(1, 300, context=8192, budget=100) == (1, 555)
+    assert cache_shape(1, 300, context=400, budget=100) == (1, 400)
+
+
+def test_a_batch_that_fails_ends_its_own_requests_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script([{"prompt_ids": [number], "n": 40, "max_tokens": 5} for number in range(3)])
+    worker = make_worker(script)
+    decode, times = worker._decoder.decode, iter(range(99))
+
+    def failing(*given: Any) -> Any:
+        if not next(times):
+            raise RuntimeError("not this time")
+        return decode(*given)
+
+    monkeypatch.setattr(worker._decoder, "decode", failing)
+    worker.run()  # 64 rows: all of the first, and of the second a part
+    assert set(script.errors) == {0, 1} and "not this time" in str(script.errors[0])
+    assert {call for call, _ in script.rows} == {2} and len(script.rows) == 40
+
+
+def test_a_prompt_that_the_model_does_not_know_is_refused() -> None:
+    script = Script([{"prompt_ids": ids, "n": 1, "max_tokens": 5} for ids in ([], [7, 10**6])])
+    make_worker(script).run()
+    assert [type(error) for error in script.errors.values()] == [BadRequest, BadRequest]
+
+
+def test_a_lora_of_a_name_that_another_had_is_the_one_that_is_sampled(tmp_path: Path) -> None:
+    def greedy(worker: EmbeddedWorker) -> list[float]:
+        ask = {**ASK, "prompt_ids": [7, 8], "n": 1, "max_tokens": 8, "temperature": 0.0}
+        script = Script([{**ask, "lora": "m@1"}])
+        worker._channel = script  # type: ignore[assignment]
+        worker.run()
+        return list(script.rows[0, 0]["logprobs"])
+
+    worker = make_worker(Script([]))
+    found = []
+    for seed in (1, 2):
+        worker._load("m@1", str(write_lora(tmp_path / str(seed), seed=seed)))
+        found.append(greedy(worker))
+        worker._unload("m@1")
+    fresh = make_worker(Script([]))
+    fresh._load("m@1", str(tmp_path / "2"))
+    assert found[0] != found[1] == greedy(fresh)

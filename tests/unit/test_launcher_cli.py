@@ -150,6 +150,14 @@ def test_run_prints_its_id_and_knows_the_server(invoke: Invoke, provider: FakePr
     }
 
 
+def test_run_says_where_the_keys_of_langfuse_are_good(
+    invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LANGFUSE_HOST", "https://langfuse.example")
+    assert invoke("run", "python", "train.py", provider=provider).exit_code == 0
+    assert provider.started[0]["envs"]["LANGFUSE_HOST"] == "https://langfuse.example"  # type: ignore[index]
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from examples.temporal_clue.local import plan
-from examples.temporal_clue.quickstart import SIZES, chance
+from examples.temporal_clue.quickstart import SIZES, _command, chance, main
 from trainer.config import ServerConfig
 from trainer.engines import choose
 from trainer.smollm2 import NAME
@@ -40,3 +40,8 @@ def test_chance_is_that_of_the_puzzles_that_measure(size: str, share: float) -> 
     example = ROOT / "examples" / "temporal_clue"
     assert (example / config).is_file()
     assert chance(example / "data" / validation) == pytest.approx(share)
+
+
+def test_the_command_that_trains_longer_is_the_one_that_was_typed() -> None:
+    context = main.make_context("quickstart", ["--openai-port", "18000", "--epochs", "3"])
+    assert _command(context) == "python -m examples.temporal_clue.quickstart --openai-port 18000"

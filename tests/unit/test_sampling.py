@@ -31,6 +31,7 @@ def test_top_p_keeps_the_smallest_set_that_fills_it_and_top_k_the_k_likeliest() 
     uniforms = [u / 100 for u in range(100)]
     assert {draw(Sampling(top_p=0.6), u) for u in uniforms} == {2}
     assert {draw(Sampling(top_p=0.7), u) for u in uniforms} == {1, 2}
+    assert {draw(Sampling(top_p=1e-50), u) for u in uniforms} == {2}  # no float32 is so small
     assert {draw(Sampling(top_k=2), u) for u in uniforms} == {1, 2}
 
 

@@ -89,7 +89,7 @@ def test_a_missing_extra_is_told_with_the_command_that_mends_it(tmp_path: Path) 
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
     assert_told(result, "This needs `torch`, not installed here")
-    assert "art-cluster[local]" in result.stderr
+    assert "scripts/install --only cluster" in result.stderr
 
 
 def test_errors_have_no_colour_codes_when_they_are_not_shown_on_a_terminal(tmp_path: Path) -> None:

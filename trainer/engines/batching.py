@@ -5,9 +5,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
+from trainer.config import LoraConfig
 from trainer.engines.sampling import Sampling
 from trainer.engines.text import TextStream
 
+Lora = tuple[LoraConfig, dict[str, Tensor]]
 PREFILL = 2048  # tokens of prompts computed at once
 
 
@@ -17,7 +21,7 @@ class Call:
 
     id: int
     prompt: list[int]
-    lora: str | None
+    lora: Lora | None  # itself, not its name, which may be another's by the time it is used
     stream: bool
     unfinished: int
 
@@ -64,7 +68,8 @@ def cache_shape(rows: int, length: int, *, context: int, budget: int) -> tuple[i
     were 64 short ones at one time and one of 8,192 tokens at another, and their product 12 GB.
     """
     rows = max(rows, min(_doubled(rows), budget // length))
-    return rows, max(length, min(max(256, _doubled(length)), context, budget // rows))
+    least = length if length <= budget else min(length + 255, context)  # one that is alone
+    return rows, max(least, min(max(256, _doubled(length)), context, budget // rows))
 
 
 def _doubled(size: int) -> int:

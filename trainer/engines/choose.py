@@ -120,7 +120,7 @@ def vllm_program(given: str | None) -> list[str]:
         if not _is_installed("vllm"):
             raise NotInstalled(
                 "The vLLM engine needs `vllm`, not installed here",
-                hint="On a GPU machine `pip install 'art-cluster[cluster]'`, or name the Python "
+                hint="On a GPU machine `scripts/install --only cluster`, or name the Python "
                 "of an environment that has it in `ART_VLLM`, or use `--engine embedded`",
             )
         return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]

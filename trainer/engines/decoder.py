@@ -68,6 +68,8 @@ class KVCache:
                 tensors[layer] = old.new_zeros(rows, length, *old.shape[2:])
                 tensors[layer][kept] = old[kept]
         self.rows, self.length = rows, length
+        if self.keys[0].is_cuda:
+            torch.cuda.empty_cache()  # what is larger than before never reuses what was given up
 
 
 class Product:

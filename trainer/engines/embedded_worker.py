@@ -19,10 +19,9 @@ from torch import Tensor
 
 from trainer import faults
 from trainer.channel import Channel
-from trainer.config import LoraConfig
 from trainer.device import default_device, default_dtype, memory
-from trainer.engines.batching import Call, Choice, cache_shape, prefill_batches
-from trainer.engines.decoder import Decoder
+from trainer.engines.batching import Call, Choice, Lora, cache_shape, prefill_batches
+from trainer.engines.decoder import Decoder, KVCache
 from trainer.engines.sampling import Sampling, choose
 from trainer.engines.text import TextStream
 from trainer.errors import BadRequest, NotFound
@@ -50,11 +49,11 @@ class EmbeddedWorker:
         dtype = default_dtype(directory, device)
         self._decoder = Decoder(load_model(directory, lora=None, dtype=dtype, device=device))
         self._context = self._decoder.architecture.max_length
-        self._loras: dict[str, tuple[LoraConfig, dict[str, Tensor]]] = {}
-        self._current: str | None = None
+        self._loras: dict[str, Lora] = {}
+        self._current: Lora | None = None
         self._waiting: deque[Choice] = deque()
         self._active: list[Choice] = []
-        self._cache = self._decoder.new_cache(8, min(256, self._context))
+        self._cache = self._new_cache()
         self._budget = budget or int(CACHE_SHARE * memory(device)) // self._cache.token_bytes
 
     def run(self) -> None:
@@ -62,9 +61,12 @@ class EmbeddedWorker:
             idle = not (self._waiting or self._active)
             for call, method, params in self._channel.poll(wait=idle):
                 self._answer(call, method, params)
-            self._admit()
-            if self._active:
-                self._decode()
+            try:
+                self._admit()
+                if self._active:
+                    self._decode()
+            except Exception as error:
+                self._give_up(error)
 
     # Calls
 
@@ -107,6 +109,11 @@ class EmbeddedWorker:
     ) -> None:
         if lora is not None and lora not in self._loras:
             raise NotFound(f"The LoRA `{lora}` is not loaded")
+        if not prompt_ids or max(prompt_ids) >= self._decoder.architecture.vocab_size:
+            raise BadRequest(
+                "The prompt is empty, or has a token that the model does not know",
+                hint="Leave out text that the tokenizer turns into a special token of its own",
+            )
         room = self._context - len(prompt_ids)
         if room <= 0 or (max_tokens or 0) > room:
             raise BadRequest(
@@ -114,7 +121,8 @@ class EmbeddedWorker:
                 f"the context of {self._context} tokens",
                 hint="Shorten the messages, or lower `max_tokens`",
             )
-        owner = Call(call, prompt_ids, lora, stream, unfinished=n)
+        held = None if lora is None else self._loras[lora]
+        owner = Call(call, prompt_ids, held, stream, unfinished=n)
         for index in range(n):
             chance = random.Random(None if seed is None else f"{seed}/{index}")
             text = TextStream(self._tokenizer, stop)
@@ -126,14 +134,28 @@ class EmbeddedWorker:
         for choice in [choice for choice in self._active if choice.call.id == call]:
             self._remove(choice)
 
+    def _give_up(self, error: Exception) -> None:
+        """End the requests of the batch that cannot go on; the ones that wait are not concerned."""
+        if self._cache.keys[0].is_cuda and not isinstance(error, torch.OutOfMemoryError):
+            raise error  # of anything else a GPU does not recover in this process
+        calls = {choice.call.id for choice in self._active}
+        self._waiting = deque(choice for choice in self._waiting if choice.call.id not in calls)
+        self._active.clear()
+        self._cache = self._new_cache()  # it may have been left half resized
+        for call in calls:
+            self._channel.error(call, error)
+
     # The batch
+
+    def _new_cache(self) -> KVCache:
+        return self._decoder.new_cache(8, min(256, self._context))
 
     def _admit(self) -> None:
         """Give free rows to waiting choices, in their order, while they share the LoRA."""
         fresh: list[Choice] = []
         while self._waiting and len(self._active) < ROWS:
             lora = self._waiting[0].call.lora
-            if lora != self._current and self._active:
+            if lora is not self._current and self._active:
                 break  # the next LoRA's turn comes when this batch has drained
             if not self._fits([*self._active, self._waiting[0]]):
                 break
@@ -143,9 +165,9 @@ class EmbeddedWorker:
         if fresh:
             self._advance(fresh, self._prefill(fresh))
 
-    def _switch(self, lora: str | None) -> None:
-        if lora != self._current:
-            self._decoder.use_lora(*(self._loras[lora] if lora is not None else (None, {})))
+    def _switch(self, lora: Lora | None) -> None:
+        if lora is not self._current:
+            self._decoder.use_lora(*(lora or (None, {})))
             self._current = lora
 
     def _prefill(self, fresh: list[Choice]) -> Tensor:

@@ -79,7 +79,9 @@ def _keep_likeliest(probabilities: Tensor, samplings: Sequence[Sampling]) -> Ten
             probabilities[row].zero_().scatter_(0, kept.indices, kept.values)
         if sampling.top_p < 1:
             values, order = probabilities[row].sort(descending=True)
-            # A token stays while those before it have not filled top_p: the first always stays.
-            values[values.cumsum(0) - values >= sampling.top_p * values.sum()] = 0
+            # A token stays while those before it have not filled top_p: the first always.
+            left_out = values.cumsum(0) - values >= sampling.top_p * values.sum()
+            left_out[0] = False  # though a top_p that rounds to nothing says otherwise
+            values[left_out] = 0
             probabilities[row].scatter_(0, order, values)
     return probabilities

@@ -266,7 +266,7 @@ class ArtTrainerAdapterConfig(Config):
     backend: ArtBackendConfig
     training: TrainingArgs = TrainingArgs()
     wait_for_backend: float = Field(120, ge=0)
-    """Seconds to wait for a backend that is starting or restarting."""
+    """Seconds to wait for a backend that went away; for one not there at first 5, unless given."""
 
 
 class ArtTrainerConfig(Config):

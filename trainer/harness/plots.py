@@ -16,7 +16,7 @@ def check_installed() -> None:
     if importlib.util.find_spec("matplotlib") is None:
         raise NotInstalled(
             "`reward_plot.png` needs `matplotlib`, not installed here",
-            hint="Install with `pip install 'art-cluster[harness]'`",
+            hint="Install with `pip install '.[harness]'` in the checkout",
         )
 
 

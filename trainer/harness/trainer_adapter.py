@@ -134,6 +134,7 @@ class ARTTrainerAdapter:
                     for episode in (trajectory.episode, *trajectory.additional_episodes):
                         episodes.check_order(episode)
         step = await self.current_step()
+        self._warn_of_no_rate(step)
         if self.config.backend.delete_old_checkpoints:
             await self._ready()._delete_checkpoint_files(self._model, [step])
         ref = TrainingJobRef(
@@ -152,6 +153,17 @@ class ARTTrainerAdapter:
             len(groups),
         )
         return ref
+
+    def _warn_of_no_rate(self, step: int) -> None:
+        training = self.config.training
+        last = training.max_steps if training.lr_scheduler_type != "constant" else None
+        if last is not None and step >= last:
+            logger.warning(
+                "Step %s trains at a learning rate of 0, as `max_steps` is %s: raise it, or give "
+                "the model another name to begin anew",
+                step + 1,
+                last,
+            )
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
         job = self._jobs[ref.run_id]

@@ -1,7 +1,10 @@
 """A job that still runs when the harness ends: Ctrl-C in the middle of a step."""
 
 import asyncio
+import logging
 import re
+
+import pytest
 
 from trainer.harness.component_config import ArtTrainerAdapterConfig
 from trainer.harness.trainer_adapter import ARTTrainerAdapter
@@ -13,11 +16,31 @@ from trainer.harness.types import (
     TrajectoryCollection,
 )
 
+BACKEND = {"name": "m", "project": "p", "base_model": "tiny-random", "ip": "127.0.0.1"}
 ANSWERS = {
     "/register": b"null",
     "/_prepare_backend_for_training": b'["http://127.0.0.1:9", "key"]',
     "/_get_step": b"0",
 }
+
+
+def test_a_step_past_the_schedule_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    def warned(step: int, **training: object) -> str:
+        caplog.clear()
+        config = {
+            "_type": "openpipe_art_trainer_adapter",
+            "backend": {**BACKEND, "port": 7999},
+            "training": training,
+        }
+        with caplog.at_level(logging.WARNING):
+            adapter = ARTTrainerAdapter(ArtTrainerAdapterConfig.model_validate(config))
+            adapter._warn_of_no_rate(step)
+        return caplog.text
+
+    linear = {"lr_scheduler_type": "linear", "max_steps": 25}
+    assert "Step 26 trains at a learning rate of 0" in warned(25, **linear)
+    assert not warned(24, **linear)
+    assert not warned(25, max_steps=25) and not warned(25)
 
 
 async def test_a_job_that_still_runs_ends_before_the_connection_does() -> None:
@@ -39,9 +62,8 @@ async def test_a_job_that_still_runs_ends_before_the_connection_does() -> None:
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
 
     server = await asyncio.start_server(answer, "127.0.0.1")
-    backend = {"name": "m", "project": "p", "base_model": "tiny-random", "ip": "127.0.0.1"}
     port = server.sockets[0].getsockname()[1]
-    config = {"_type": "openpipe_art_trainer_adapter", "backend": {**backend, "port": port}}
+    config = {"_type": "openpipe_art_trainer_adapter", "backend": {**BACKEND, "port": port}}
     adapter = ARTTrainerAdapter(ArtTrainerAdapterConfig.model_validate(config))
     await adapter.initialize()
     item = EpisodeItem(role=EpisodeItemRole.USER, content="q", metadata={})
