@@ -6,12 +6,13 @@ import itertools
 import logging
 import re
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kit.manifest import MANIFEST, damage, read_manifest
-from launcher.errors import DamagedCheckpoint, LauncherError
+from launcher.errors import DamagedCheckpoint, LauncherError, ProviderError, RemoteError
 from launcher.provider import STATE_DIR, Progress, Provider
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,8 @@ _METRICS = ("*/models/*/history.jsonl", "*/training_metrics.jsonl", "*/reward_pl
 PULLED = f"{STATE_DIR}/pulled"
 """Where the server finds what is safe at home: `PROJECT/NAME/STEP` a line."""
 
+TOUCH = 60.0  # seconds
+ROUNDS = 5  # of pulling before a cluster ends: a run that goes on need not keep it for ever
 # `0007`; the server writes into `.0007-xyz` and renames, so other names are not finished.
 _STEP = re.compile(r"\d{4,}")
 
@@ -59,8 +62,19 @@ def pull(provider: Provider, cluster: str, to: Path, progress: Progress) -> list
         # By their names: what is finished from now on was not compared, and is the next pull's.
         patterns = [*(f"{glob.escape(str(place))}/**" for place in places), *_METRICS]
 
+        noted, touched = _read(there / note), time.monotonic()
+
+        def telling(arrived: int, share: float) -> None:
+            """A long pull is work: the note is written anew, else the server goes idle under it."""
+            nonlocal touched
+            if time.monotonic() - touched >= TOUCH:
+                touched = time.monotonic()
+                with contextlib.suppress(LauncherError):
+                    write(noted)
+            progress(arrived, share)
+
         def fetch(*, checksum: bool) -> list[str]:
-            provider.fetch(cluster, STATE_DIR, to, patterns, checksum=checksum, progress=progress)
+            provider.fetch(cluster, STATE_DIR, to, patterns, checksum=checksum, progress=telling)
             return [fault for place in present() for fault in damage(to / place)]
 
         def present() -> list[Path]:
@@ -72,9 +86,48 @@ def pull(provider: Provider, cluster: str, to: Path, progress: Progress) -> list
             raise DamagedCheckpoint(f"A checkpoint came home damaged: {faults[0]}")
         pulled = [_about(to / place, new=place not in before) for place in present()]
         safe = "".join(f"{it.project}/{it.model}/{it.step:04}\n" for it in pulled)
-        if safe != _read(there / note):  # also where an interrupted pull brought it, and not this
+        if safe != noted:  # also where an interrupted pull brought it, and not this
             write(safe)
     return pulled
+
+
+def all_of(pull: Callable[[], list[PulledCheckpoint]]) -> list[PulledCheckpoint]:
+    """Pull until it brings nothing: what was finished during a long pull is the next one's."""
+    new: set[Path] = set()
+    for _ in range(ROUNDS):
+        pulled = pull()
+        brought = {it.path for it in pulled if it.new}
+        new |= brought
+        if not brought:
+            break
+    return [replace(it, new=it.path in new) for it in pulled]
+
+
+def watch(
+    is_over: Callable[[], bool], pull: Callable[[], list[PulledCheckpoint]], every: float
+) -> Iterator[list[PulledCheckpoint]]:
+    """Pull every so many seconds until `is_over`; gives each pull that brought some.
+
+    It is left alone for a night: once it has begun well, what fails is tried again.
+    """
+    begun = failing = False
+    while True:
+        try:
+            over = is_over()  # before the pull: nothing is left behind
+            pulled = pull()
+        except (ProviderError, RemoteError, DamagedCheckpoint) as error:
+            if not begun:
+                raise
+            if not failing:
+                logger.warning("%s; trying again every %g s", error.message, every)
+            failing = True
+        else:
+            begun, failing = True, False
+            if over or any(checkpoint.new for checkpoint in pulled):
+                yield pulled
+            if over:
+                return
+        time.sleep(every)
 
 
 @contextlib.contextmanager

@@ -206,15 +206,10 @@ class Cluster:
 
     def watch(self, to: Path, *, every: float = 15.0) -> Iterator[list[PulledCheckpoint]]:
         """Pull again and again until the newest run is over; gives each pull that brought some."""
-        runs = self.runs()
-        while runs:
-            over = self._run(runs[-1].id).status.over  # before the pull: nothing is left behind
-            pulled = self.pull(to)
-            if over or any(checkpoint.new for checkpoint in pulled):
-                yield pulled
-            if over:
-                return
-            time.sleep(every)
+        if runs := self.runs():
+            yield from checkpoints.watch(
+                lambda: self._run(runs[-1].id).status.over, lambda: self.pull(to), every
+            )
 
     def down(
         self, pull_to: Path | None, *, progress: Progress = lambda arrived, share: None
@@ -228,7 +223,7 @@ class Cluster:
         # What is half made was never up, so nothing can be there.
         if pull_to is not None and status is not None and status.status != "init":
             try:
-                pulled = self.pull(pull_to, progress=progress)
+                pulled = checkpoints.all_of(lambda: self.pull(pull_to, progress=progress))
             except LauncherError as error:
                 lose = f"or lose what is there with `launcher down -c {self.name} --discard`"
                 raise type(error)(error.message, hint=f"{error.hint}; {lose}") from error

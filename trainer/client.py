@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from trainer.errors import BadRequest, Conflict, NotFound, TrainerError, Unsupported
+from trainer.errors import BadRequest, Conflict, NotFound, NotReady, TrainerError, Unsupported
 
 logger = logging.getLogger(__name__)
 Json = dict[str, Any]
@@ -194,7 +194,7 @@ def means(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def _error(response: httpx.Response) -> TrainerError:
-    kinds = {404: NotFound, 409: Conflict}
+    kinds = {404: NotFound, 409: Conflict, 503: NotReady}
     other = BadRequest if response.is_client_error else TrainerError
     try:
         error = response.json()["error"]

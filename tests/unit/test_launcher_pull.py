@@ -10,7 +10,9 @@ import pytest
 from click.testing import Result
 
 from kit.manifest import write_manifest
-from launcher.errors import RemoteError
+from launcher import checkpoints
+from launcher.checkpoints import PulledCheckpoint
+from launcher.errors import RemoteError, Unreachable
 from launcher.testing import FakeProvider
 
 CHECKPOINT = "demo/models/m/checkpoints/0001"
@@ -170,3 +172,53 @@ def test_watch_pulls_until_the_newest_run_is_over(invoke: Invoke, provider: Fake
     result = invoke("pull", "--watch", "--every", "0", provider=provider)
     assert result.exit_code == 0
     assert "1 new of 1 checkpoints" in result.stderr
+
+
+def test_a_watch_that_began_well_goes_on_after_what_fails() -> None:
+    found = [PulledCheckpoint("demo", "m", 1, Path("0001"), 4, new=True)]
+    script: list[Any] = [found, Unreachable("ssh broke off"), RemoteError("rsync failed"), found]
+
+    def pull() -> list[PulledCheckpoint]:
+        if isinstance(script[0], Exception):
+            raise script.pop(0)
+        return list(script.pop(0))
+
+    assert list(checkpoints.watch(lambda: len(script) == 1, pull, 0)) == [found, found]
+    script = [Unreachable("never there")]
+    with pytest.raises(Unreachable, match="never there"):
+        list(checkpoints.watch(lambda: False, pull, 0))
+
+
+def test_down_brings_home_what_was_finished_while_it_pulled(
+    invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider.checkpoints[CHECKPOINT] = b"lora"
+    second = CHECKPOINT.replace("0001", "0002")
+
+    def fetch(*arguments: Any, **options: Any) -> None:
+        FakeProvider.fetch(provider, *arguments, **options)
+        if Path("checkpoints", CHECKPOINT).is_dir():  # not before the pull has begun
+            provider.checkpoints[second] = b"later"
+
+    monkeypatch.setattr(provider, "fetch", fetch)
+    result = invoke("down", "--yes", provider=provider)
+    assert result.exit_code == 0 and "2 new of 2 checkpoints" in result.stderr
+    assert Path("checkpoints", second, "adapter_model.safetensors").read_bytes() == b"later"
+
+
+def test_a_long_pull_writes_its_note_again_so_that_the_server_stays(
+    invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider.checkpoints[CHECKPOINT] = b"lora"
+    invoke("pull", provider=provider)
+    kept = dict(provider.files)
+    written: list[dict[str, str]] = []
+    monkeypatch.setattr(checkpoints, "TOUCH", 0.0)
+
+    class Noting(dict[str, str]):
+        def update(self, new: Any) -> None:  # type: ignore[override]
+            written.append(new)
+
+    provider.files = Noting(kept)
+    assert "0 new of 1 checkpoints" in invoke("pull", provider=provider).stderr
+    assert written == [kept] and provider.files == kept

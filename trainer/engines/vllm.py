@@ -184,9 +184,12 @@ class VllmEngine:
             return  # another request was first
         path = self._paths[lora]
         await self._make_room_for(path)
-        await self._process.post(
-            "/v1/load_lora_adapter", {"lora_name": self._name(lora), "lora_path": str(path)}
-        )
+        body = {"lora_name": self._name(lora), "lora_path": str(path)}
+        try:
+            await self._process.post("/v1/load_lora_adapter", body)
+        except BadRequest as error:
+            if "already been loaded" not in error.message:  # by a call that was cancelled
+                raise
         self._loaded[lora] = None
         idle = [name for name in self._loaded if not self._in_use[name]]
         for name in idle[: max(len(self._loaded) - KEPT, 0)]:

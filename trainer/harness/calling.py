@@ -10,12 +10,20 @@ from typing import Any
 
 async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
     """Call what may be sync or async; a sync one runs in a thread, so that others go on."""
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-        getattr(function, "__call__", None)  # noqa: B004  an object's own async call
-    ):
-        return await function(*arguments, **named)
-    result = await _in_thread(lambda: function(*arguments, **named))
-    return await result if inspect.isawaitable(result) else result
+    try:
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            getattr(function, "__call__", None)  # noqa: B004  an object's own async call
+        ):
+            return await function(*arguments, **named)
+        result = await _in_thread(lambda: function(*arguments, **named))
+        return await result if inspect.isawaitable(result) else result
+    except SystemExit as caught:  # of code that a model wrote: it must not end the program
+        raise RuntimeError(f"SystemExit: {caught}") from caught
+    except asyncio.CancelledError as caught:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise RuntimeError("It awaited what it had cancelled itself") from caught
 
 
 def _in_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
@@ -36,8 +44,8 @@ def _in_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
         error: BaseException | None = None
         try:
             result = function()
-        except StopIteration as caught:  # a bare `next`; no future takes this one
-            error = RuntimeError(f"StopIteration: {caught}")
+        except (StopIteration, SystemExit) as caught:  # a future would not take the first
+            error = RuntimeError(f"{type(caught).__name__}: {caught}")
         except BaseException as caught:
             error = caught
         with contextlib.suppress(RuntimeError):  # the loop is closed: the run was given up

@@ -12,6 +12,12 @@ from trainer.harness import component_config as configs
 from trainer.harness.llm import Llms
 from trainer.harness.types import WorkflowRun
 
+# A number at the start, not one of a sentence, a list, a fraction or of `8 out of 10`.
+_GRADE = re.compile(
+    r"\W*(?:score\W*)?(?<![-.\d])(-?\d*\.\d+|-?\d+(?![.)]\s+\w))(?![.,]?\d|\s*(?:/|%|out of))",
+    re.IGNORECASE,
+)
+
 
 class JudgeUnclear(TrainerError):
     hint = "Use a stronger judge, or ask it more plainly in `instructions`"
@@ -35,10 +41,10 @@ class LlmJudge:
             "Reply with a number between 0 (worst) and 1 (best), and nothing else."
         )
         text = await _judge(self._llms, self._config.llm).ask(prompt)
-        found = re.search(r"-?\d+(?:\.\d+)?", text)
-        if not found or not 0 <= float(found[0]) <= 1:
+        found = _GRADE.match(_said(text))
+        if not found or not 0 <= float(found[1]) <= 1:
             raise JudgeUnclear(f"The judge answered `{text[:60]}`, not a number from 0 to 1")
-        return float(found[0])
+        return float(found[1])
 
 
 class Ruler:
@@ -67,6 +73,11 @@ class Ruler:
         return _scores(text, len(runs))
 
 
+def _said(text: str) -> str:
+    """The answer without the thoughts before it."""
+    return text.rpartition("</think>")[2]
+
+
 def _story(run: WorkflowRun) -> str:
     """What happened in a run: the answers of its LLM, then its output."""
     said = [completion.text for completion in run.completions]
@@ -74,7 +85,7 @@ def _story(run: WorkflowRun) -> str:
 
 
 def _scores(text: str, count: int) -> list[float]:
-    found = re.search(r"\[[^\[\]]*\]", text)
+    found = re.search(r"\[[^\[\]]*\]", _said(text))
     try:
         scores = [float(score) for score in json.loads(found[0])] if found else []
     except (ValueError, TypeError):

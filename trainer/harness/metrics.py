@@ -51,7 +51,8 @@ def write_jsonl(path: Path, rows: Iterable[Json]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(_clean(row)) + "\n" for row in rows)
+        # An agent's output may hold anything; no line of it is worth losing an epoch.
+        file.writelines(json.dumps(_clean(row), default=str) + "\n" for row in rows)
     temporary.replace(path)
 
 
@@ -68,7 +69,7 @@ def read_jsonl(path: Path) -> list[Json]:
 def _clean(value: Any) -> Any:
     """JSON has no NaN; such a number is said as null."""
     if isinstance(value, dict):
-        return {name: _clean(part) for name, part in value.items()}
+        return {str(name): _clean(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
         return [_clean(part) for part in value]
     if isinstance(value, float) and not math.isfinite(value):

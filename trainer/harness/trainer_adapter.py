@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 
 from trainer.client import ArtBackend, means
-from trainer.errors import TrainerError
+from trainer.errors import NotFound, NotReady, TrainerError
 from trainer.harness import episodes
 from trainer.harness.component_config import ArtBackendConfig, ArtTrainerAdapterConfig
 from trainer.harness.types import (
@@ -114,7 +114,8 @@ class ARTTrainerAdapter:
         try:
             return await self._ready()._get_step(self._model)
         except TrainerError as exc:
-            if not _is_away(exc):
+            # One that has come again knows the model only once it is registered anew.
+            if not (_is_away(exc) or isinstance(exc, NotFound | NotReady)):
                 raise
         await self._connect(patience=self.config.wait_for_backend)
         return await self._ready()._get_step(self._model)
@@ -228,9 +229,8 @@ class ARTTrainerAdapter:
                 logger.warning("The backend went away while it trained: %s", exc.message)
                 # It takes the journaled request up by itself; the same body again only joins it.
                 await self._connect(patience=self.config.wait_for_backend)
-                whole = rows and len(rows) == rows[0].get("num_gradient_steps")
-                if whole and await self.current_step() >= step:
-                    return  # only the end of the answer was lost, and the body would be new
+                if await self.current_step() >= step:
+                    return  # only answers were lost; the same body would be another step
 
     async def _connect(self, *, patience: float) -> None:
         """Register and prepare, for as long as nobody answers and `patience` lasts."""

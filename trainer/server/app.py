@@ -14,7 +14,7 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
 from kit.errors import ConfigError, KitError
@@ -22,7 +22,8 @@ from trainer.config import ServerConfig
 from trainer.errors import TrainerError
 from trainer.server import art_routes, guard, openai_routes, preview_routes, rollout_routes
 from trainer.server.backend import Backend, WrapEngine
-from trainer.server.farewell import farewell
+from trainer.server.farewell import farewell, minutes_since_pull
+from trainer.server.leaving import LEFT, ClientLeft
 
 logger = logging.getLogger(__name__)
 Json = dict[str, Any]
@@ -43,6 +44,10 @@ def create_app(config: ServerConfig, backend: Backend) -> FastAPI:
     @app.exception_handler(KitError)
     async def kit_error(_: Request, error: KitError) -> JSONResponse:
         return guard.error(getattr(error, "status", 500), error.message, error.hint)
+
+    @app.exception_handler(ClientLeft)
+    async def client_left(_: Request, __: ClientLeft) -> Response:
+        return Response(status_code=LEFT)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
@@ -174,6 +179,8 @@ async def watch_lease(
         if backend.busy:
             backend.last_activity = now
         idle = (now - backend.last_activity) / 60
+        if config.exit_when_idle and idle >= config.exit_when_idle:
+            idle = min(idle, minutes_since_pull(Path(config.state_dir)))
         if config.exit_when_idle and idle >= config.exit_when_idle:
             logger.warning("exiting: nothing was sampled or trained for %.0f minutes", idle)
             break

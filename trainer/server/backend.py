@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from trainer.errors import BadRequest, TrainerError, WorkerDied
 from trainer.learner.handle import Learner
 from trainer.server import canary, history
 from trainer.server.gate import Gate
-from trainer.server.journal import Journal
+from trainer.server.journal import interrupted
 from trainer.server.ledger import Entry, Ledger
 from trainer.server.metrics import Metrics
 from trainer.server.models import Model, Models
@@ -82,18 +83,13 @@ class Backend:
             self.models.starting = False
 
     async def _go_on(self) -> None:
-        for wire in self.models.left_behind():
+        found = interrupted(self.models.state, self.config.base_model)
+        steps = (ModelWire.model_validate(request.model) for request in found)
+        for wire in itertools.chain(self.models.left_behind(), steps):
             try:
                 await self.prepare(wire)
-            except TrainerError as error:
+            except TrainerError as error:  # one model's affair: the others are served
                 logger.warning("%s is not served again: %s", wire.name, error.message)
-        journals = self.models.state.glob("*/models/*/journal*.json")
-        for directory in sorted({path.parent for path in journals}):
-            journal = Journal(directory)
-            request = journal.pending() or journal.unsynced()
-            if request and request.base_model == self.config.base_model:
-                logger.info("taking up step %s of %s", request.step, directory.name)
-                await self.prepare(ModelWire.model_validate(request.model))
 
     async def stop(self) -> None:
         """End everything; a second call finds nothing left to do."""
@@ -215,7 +211,7 @@ class Backend:
 
     async def sample(
         self, name: str, request: SampleRequest, *, stream: bool, rollout: str | None = None
-    ) -> AsyncIterator[tuple[int, Delta]]:
+    ) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yield (policy step, delta), and record every choice that finishes.
 
         The name is resolved once training is over, not before: who waits gets the new weights.

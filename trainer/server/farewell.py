@@ -1,5 +1,7 @@
 """The last words of a server whose lease is over: what would be lost with its cluster."""
 
+import math
+import time
 from pathlib import Path
 
 PULLED = "pulled"
@@ -18,6 +20,14 @@ def farewell(state: Path, bucket: str | None) -> list[str]:
         f"NOT PULLED, and lost when the cluster is torn down in some minutes: {what}",
         "bring them home now with `launcher pull`",
     ]
+
+
+def minutes_since_pull(state: Path) -> float:
+    """Since `launcher pull` last wrote its note, which it does again and again while it runs."""
+    try:
+        return (time.time() - (state / PULLED).stat().st_mtime) / 60
+    except OSError:
+        return math.inf
 
 
 def unpulled(state: Path) -> list[str]:

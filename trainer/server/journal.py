@@ -6,7 +6,9 @@ whose answer was delivered is kept until its checkpoint is synced: a power cut l
 """
 
 import json
+import logging
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 from trainer.errors import DiskFull
 from trainer.pieces import parse, pieces
 
+logger = logging.getLogger(__name__)
 Json = dict[str, Any]
 
 
@@ -122,3 +125,14 @@ class Journal:
             return None
         self._step = request.step
         return request
+
+
+def interrupted(state: Path, base_model: str | None) -> Iterator[Request]:
+    """The steps of `base_model` that a server left unfinished, or not yet safe on the disk."""
+    journals = state.glob("*/models/*/journal*.json")
+    for directory in sorted({path.parent for path in journals}):
+        journal = Journal(directory)
+        request = journal.pending() or journal.unsynced()
+        if request and request.base_model == base_model:
+            logger.info("taking up step %s of %s", request.step, directory.name)
+            yield request

@@ -3,17 +3,19 @@
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from typing import Any
 
 import pydantic
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 
 from trainer.engines.engine import Delta, SampleRequest
 from trainer.errors import BadRequest, Unsupported
 from trainer.exact_tokens import PREFIX
 from trainer.server.backend import Backend
+from trainer.server.leaving import ClosingStream, while_connected
 from trainer.server.tool_calls import ToolCallParser
 from trainer.tokenizer import Tokenizer
 
@@ -199,12 +201,17 @@ def routes(backend: Backend) -> APIRouter:
 
         if body.stream:
             # The first delta is drawn before the status goes out, so that an error is a 4xx.
-            first = answer.add(*await anext(deltas))
+            first = answer.add(*await while_connected(request, _next(deltas)))
             usage = bool((body.stream_options or {}).get("include_usage"))
             events = _events(answer, first, deltas, keep, usage=usage)
-            return StreamingResponse(events, media_type="text/event-stream")
-        async for step, delta in deltas:
-            answer.add(step, delta)
+            return ClosingStream(events, deltas)
+
+        async def sample() -> None:
+            async with aclosing(deltas):
+                async for step, delta in deltas:
+                    answer.add(step, delta)
+
+        await while_connected(request, sample())
         keep()
         return JSONResponse(answer.whole())
 
@@ -215,6 +222,10 @@ def _model(name: str) -> Json:
     return {"id": name, "object": "model", "created": 0, "owned_by": "art-cluster"}
 
 
+async def _next(deltas: AsyncIterator[tuple[int, Delta]]) -> tuple[int, Delta]:
+    return await anext(deltas)
+
+
 async def _events(
     answer: Answer,
     first: Json,
@@ -222,7 +233,7 @@ async def _events(
     keep: Callable[[], None],
     *,
     usage: bool,
-) -> AsyncIterator[str]:
+) -> AsyncGenerator[str, None]:
     yield _event(first)
     async for step, delta in deltas:
         yield _event(answer.add(step, delta))

@@ -134,7 +134,11 @@ def _add_jobs(router: APIRouter, backend: Backend) -> None:
         model = _model(backend, model_id)
         if not step.isdigit():
             raise NotFound(f"There is no training job `{job_id}`", hint="Create one first")
-        page = _page(_events(backend, model, int(step)), after, limit)
+        found = _events(backend, model, int(step))
+        if after and after.isdigit() and int(after) >= len(found):
+            # A second attempt at the step begins anew: what was read comes again, the same.
+            return _page([], None, limit)
+        page = _page(found, after, limit)
         if any(event["type"] == "training_ended" for event in page["data"]):
             model.journal.delivered(int(step))
         return page

@@ -44,7 +44,9 @@ async def fork(backend: Backend, model: Model, request: ForkRequest) -> None:
             s3 = _s3_path(request.from_s3_bucket, request.prefix, project, request.from_model)
             target = str(source / "checkpoints")
             await _aws("s3", "sync", f"{s3}/checkpoints", target, verbose=request.verbose)
-        step = _newest(source / "checkpoints", request.not_after_step, request.from_model)
+        step = await asyncio.to_thread(
+            _newest, source / "checkpoints", request.not_after_step, request.from_model
+        )
         if step <= model.step:
             raise Conflict(
                 f"Model `{model.name}` is at step `{model.step}`, the fork would be at `{step}`",
@@ -52,7 +54,7 @@ async def fork(backend: Backend, model: Model, request: ForkRequest) -> None:
             )
         path = checkpoint.path_of(source / "checkpoints", step)
         lora = model.lora.model_dump(mode="json", exclude={"seed"})
-        about = checkpoint.verify(path)
+        about = await asyncio.to_thread(checkpoint.verify, path)
         if about.get("base_model") != backend.models.base_model or about.get("lora") != lora:
             raise Conflict(
                 f"Checkpoint `{step}` of `{request.from_model}` has another base model or LoRA",

@@ -157,6 +157,25 @@ class FakeJudge:
         return self.answers.pop(0)
 
 
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        ("0.8", 0.8),
+        ("**1.0**", 1.0),
+        ("0.4\n\nIt names 2 of 5 cities.", 0.4),
+        ("<think>It made 1 mistake, so less</think>\n0.4", 0.4),
+        (".5", 0.5),
+        ("0.9. The answer is right.", 0.9),
+    ],
+)
+async def test_what_a_judge_says_beside_its_number_does_not_count(
+    answer: str, score: float
+) -> None:
+    llms: Any = FakeJudge(answer)
+    judge = LlmJudge(llms, evaluator({"_type": "llm_judge", "llm": "j"}))
+    assert await judge.score([run("Rome")]) == [score]
+
+
 async def test_a_judge_sees_task_and_answer_and_its_number_is_the_score() -> None:
     llms: Any = FakeJudge("Score: 0.8")
     judge = LlmJudge(llms, evaluator({"_type": "llm_judge", "llm": "j"}))
@@ -164,7 +183,21 @@ async def test_a_judge_sees_task_and_answer_and_its_number_is_the_score() -> Non
     assert all(part in llms.asked[0] for part in ("The capital of France?", "Paris", "Rome"))
 
 
-@pytest.mark.parametrize("answer", ["very good", "7", "-0.5"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "very good",
+        "7",
+        "-0.5",
+        "1 out of 10",
+        "1/10",
+        "90%",
+        "0,8",
+        "On a scale from 0 to 1, I give 0.8",
+        "Step 1 is wrong, so 0.2",
+        "1. The answer is wrong.",
+    ],
+)
 async def test_a_judge_that_gives_no_number_from_0_to_1_loses_the_run(answer: str) -> None:
     llms: Any = FakeJudge(answer)
     one = run("Rome")

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from trainer.errors import NotFound, NotReady, TrainerError
 from trainer.harness.component_config import ArtTrainerAdapterConfig
 from trainer.harness.trainer_adapter import ARTTrainerAdapter
 from trainer.harness.types import (
@@ -75,3 +76,27 @@ async def test_a_job_that_still_runs_ends_before_the_connection_does() -> None:
     server.close()
     assert (await adapter.status(ref)).status == TrainingStatusEnum.CANCELED
     assert asked[-1] == "/_train_model"
+
+
+@pytest.mark.parametrize("refusal", [NotFound("not registered"), NotReady("not there yet")])
+async def test_a_backend_that_came_again_is_told_of_the_model_anew(refusal: TrainerError) -> None:
+    asked: list[str] = []
+
+    class Restarted:
+        async def _get_step(self, model: object) -> int:
+            asked.append("step")
+            if len(asked) == 1:
+                raise refusal
+            return 3
+
+        async def register(self, model: object) -> None:
+            asked.append("register")
+
+        async def _prepare_backend_for_training(self, model: object, config: object) -> None:
+            asked.append("prepare")
+
+    config = {"_type": "openpipe_art_trainer_adapter", "backend": {**BACKEND, "port": 7999}}
+    adapter = ARTTrainerAdapter(ArtTrainerAdapterConfig.model_validate(config))
+    adapter._client = Restarted()  # type: ignore[assignment]
+    assert await adapter.current_step() == 3
+    assert asked == ["step", "register", "prepare", "step"]

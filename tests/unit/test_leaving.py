@@ -1,0 +1,103 @@
+"""A client that leaves: its sampling ends, and nothing of it is kept."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from trainer.base_models import resolve
+from trainer.engines.engine import Delta
+from trainer.server import openai_routes
+from trainer.server.guard import Guard
+from trainer.server.leaving import ClientLeft
+from trainer.tokenizer import Tokenizer
+
+
+class Client:
+    """Sends a chat, and leaves when it is told to."""
+
+    def __init__(self, **asked: Any) -> None:
+        message = {"role": "user", "content": "q"}
+        self.body = json.dumps({"model": "m", "messages": [message], **asked}).encode()
+        self.left = asyncio.Event()
+        self.reads = asyncio.Event()
+        self.reads.set()
+        self.got: list[Any] = []
+
+    async def receive(self) -> dict[str, Any]:
+        if self.body:
+            body, self.body = self.body, b""
+            return {"type": "http.request", "body": body}
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.got.append(message)
+        await self.reads.wait()
+
+
+class Sampling:
+    """A backend that samples one token, then waits for ever."""
+
+    def __init__(self, first: bool) -> None:
+        self.first = first
+        self.under_way, self.ended = asyncio.Event(), asyncio.Event()
+        self.kept: list[Any] = []
+        self.models = SimpleNamespace(find=lambda name: None)
+        self.rollouts = SimpleNamespace(record=lambda *what: self.kept.append(what))
+        self.tokenizer = Tokenizer(resolve("tiny-random"))
+
+    async def sample(self, *_: Any, **__: Any) -> AsyncIterator[tuple[int, Delta]]:
+        try:
+            if self.first:
+                yield 0, Delta(0, [7], [-1.0], "a")
+            self.under_way.set()
+            await asyncio.Event().wait()
+        finally:
+            self.ended.set()
+
+
+def serve(backend: Sampling, client: Client) -> "asyncio.Task[None]":
+    app = FastAPI()
+    app.include_router(openai_routes.routes(backend), prefix="/rollouts/{rollout}")  # type: ignore[arg-type]
+    path = "/rollouts/r/v1/chat/completions"
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
+    return asyncio.create_task(Guard(app, key=None)(scope, client.receive, client.send))
+
+
+@pytest.mark.parametrize(("stream", "first"), [(False, True), (False, False), (True, False)])
+async def test_what_is_sampled_for_a_client_that_left_ends_and_is_not_kept(
+    stream: bool, first: bool
+) -> None:
+    backend, client = Sampling(first), Client(stream=stream)
+    serving = serve(backend, client)
+    await backend.under_way.wait()
+    client.left.set()
+    with pytest.raises(ClientLeft):  # the server makes an answer of it that nobody reads
+        await serving
+    assert backend.ended.is_set() and not backend.kept
+
+
+async def test_a_stream_whose_reader_stalled_and_left_is_closed_at_once() -> None:
+    backend, client = Sampling(first=True), Client(stream=True)
+    client.reads.clear()
+    serving = serve(backend, client)
+    while not client.got:
+        await asyncio.sleep(0)
+    client.left.set()
+    await asyncio.wait([serving])
+    assert backend.ended.is_set() and not backend.kept
+    serving.exception()
