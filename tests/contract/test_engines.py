@@ -153,6 +153,19 @@ async def test_many_loras_stay_available_though_few_stay_loaded(
         assert again.logprobs == pytest.approx(first[step].logprobs, abs=BOUND)
 
 
+async def test_a_lora_that_vllm_holds_without_our_knowing_is_used(
+    engines: dict[str, Engine], tmp_path: Path
+) -> None:
+    engine = engines["vllm"]
+    assert isinstance(engine, VllmEngine)
+    await engine.load("held@1", write_lora(tmp_path / "held", seed=5))
+    (before,) = await sample(engine, lora="held@1", temperature=0, max_tokens=8)
+    del engine._loaded["held@1"]  # as a request leaves it that is cancelled while it loads
+    (after,) = await sample(engine, lora="held@1", temperature=0, max_tokens=8)
+    assert after.token_ids == before.token_ids
+    await engine.unload("held@1")
+
+
 async def test_a_lora_that_is_not_there_is_refused(engine: Engine, tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="`nope@3`"):
         await sample(engine, lora="nope@3", max_tokens=1)

@@ -118,6 +118,23 @@ def test_a_batch_that_fails_ends_its_own_requests_only(monkeypatch: pytest.Monke
     assert {call for call, _ in script.rows} == {2} and len(script.rows) == 40
 
 
+def test_a_lora_that_cannot_be_used_ends_its_own_request_only(tmp_path: Path) -> None:
+    ask = {"prompt_ids": [7, 8], "n": 1, "max_tokens": 8, "temperature": 0.0}
+    script = Script([{**ask, "lora": "good"}, {**ask, "lora": "bad"}, {**ask, "lora": "good"}, ask])
+    worker = make_worker(script)
+    worker._load("good", str(write_lora(tmp_path / "good", seed=1)))
+    config, tensors = worker._loras["good"]
+    (name, *_) = (name for name in tensors if "q_proj.lora_A" in name)
+    worker._loras["bad"] = config, tensors | {name: tensors[name][:, :-1]}
+    with pytest.raises(RuntimeError):
+        worker._decoder.use_lora(*worker._loras["bad"])  # before the request is in the batch
+    worker._decoder.use_lora(None, {})
+    worker.run()
+    assert set(script.errors) == {1}
+    first, again, base = (script.rows[call, 0]["logprobs"] for call in (0, 2, 3))
+    assert first == again != base
+
+
 def test_a_prompt_that_the_model_does_not_know_is_refused() -> None:
     script = Script([{"prompt_ids": ids, "n": 1, "max_tokens": 5} for ids in ([], [7, 10**6])])
     make_worker(script).run()

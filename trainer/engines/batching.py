@@ -64,8 +64,8 @@ def prefill_batches(prompts: Iterable[tuple[int, ...]]) -> list[list[tuple[int, 
 def cache_shape(rows: int, length: int, *, context: int, budget: int) -> tuple[int, int]:
     """Rows and tokens of a cache for these: doubled, so that growing costs little.
 
-    It is made for what is needed now, not for the most rows and the longest one ever met: those
-    were 64 short ones at one time and one of 8,192 tokens at another, and their product 12 GB.
+    It is made for what is needed now, not for the most rows and the longest one ever met: 64 short
+    ones at one time and one of 8,192 tokens at another would make 12 GB of a model of 135M.
     """
     rows = max(rows, min(_doubled(rows), budget // length))
     least = length if length <= budget else min(length + 255, context)  # one that is alone

@@ -135,13 +135,14 @@ class EmbeddedWorker:
             self._remove(choice)
 
     def _give_up(self, error: Exception) -> None:
-        """End the requests of the batch that cannot go on; the ones that wait are not concerned."""
+        """End the requests of the batch that cannot go on, or the one that could not join it."""
         if self._cache.keys[0].is_cuda and not isinstance(error, torch.OutOfMemoryError):
             raise error  # of anything else a GPU does not recover in this process
-        calls = {choice.call.id for choice in self._active}
+        calls = {choice.call.id for choice in self._active or [self._waiting[0]]}
         self._waiting = deque(choice for choice in self._waiting if choice.call.id not in calls)
         self._active.clear()
-        self._cache = self._new_cache()  # it may have been left half resized
+        self._cache = self._new_cache()  # it may have been left half resized, and the LoRA half set
+        self._switch(None)
         for call in calls:
             self._channel.error(call, error)
 
@@ -167,8 +168,8 @@ class EmbeddedWorker:
 
     def _switch(self, lora: Lora | None) -> None:
         if lora is not self._current:
-            self._decoder.use_lora(*(lora or (None, {})))
             self._current = lora
+            self._decoder.use_lora(*(lora or (None, {})))
 
     def _prefill(self, fresh: list[Choice]) -> Tensor:
         """Fill the rows of the newest choices; returns the logits [B, V] of their first tokens."""

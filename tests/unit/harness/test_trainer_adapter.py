@@ -3,7 +3,9 @@
 import asyncio
 import logging
 import re
+from collections.abc import AsyncIterator
 
+import httpx
 import pytest
 
 from trainer.errors import NotFound, NotReady, TrainerError
@@ -100,3 +102,26 @@ async def test_a_backend_that_came_again_is_told_of_the_model_anew(refusal: Trai
     adapter._client = Restarted()  # type: ignore[assignment]
     assert await adapter.current_step() == 3
     assert asked == ["step", "register", "prepare", "step"]
+
+
+async def test_a_step_whose_answer_was_lost_is_not_sent_again() -> None:
+    sent: list[int] = []
+
+    class Cut:
+        async def _train_model(self, *_: object) -> AsyncIterator[dict[str, float]]:
+            sent.append(1)
+            yield {"num_gradient_steps": 4}
+            raise TrainerError("cut off") from httpx.ReadError("cut off")
+
+        async def register(self, model: object) -> None: ...
+
+        async def _prepare_backend_for_training(self, model: object, config: object) -> None: ...
+
+        async def _get_step(self, model: object) -> int:
+            return 3
+
+    config = {"_type": "openpipe_art_trainer_adapter", "backend": {**BACKEND, "port": 7999}}
+    adapter = ARTTrainerAdapter(ArtTrainerAdapterConfig.model_validate(config))
+    adapter._client = Cut()  # type: ignore[assignment]
+    await adapter._train(3, [], [])
+    assert sent == [1]
