@@ -21,7 +21,7 @@ from trainer.config import ServerConfig
 from trainer.engines.choose import chosen
 from trainer.smollm2 import NAME
 
-END = "  bring it home, end the backend: launcher down --local"
+END = "  bring it home, end the backend: .venv/bin/launcher down --local"
 
 
 @dataclass(frozen=True)
