@@ -47,7 +47,7 @@ def test_skypilot_makes_a_slurm_cluster_larger_than_its_job() -> None:
 def launcher(*arguments: str, home: Path, **environment: str) -> str:
     """What `launcher` says as it fails, on a laptop with an empty home."""
     done = subprocess.run(
-        [sys.executable, "-c", "from launcher.cli import main; main()", *arguments],
+        [sys.executable, "-c", "from launcher.cli.main import main; main()", *arguments],
         env={**os.environ, "HOME": str(home), "NO_COLOR": "1", **environment},
         cwd=ROOT,
         capture_output=True,

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from kit.cli import show_error
 from kit.errors import KitError
-from launcher.cli import cli
+from launcher.cli.main import cli
 from launcher.provider import Provider
 from launcher.testing import FakeProvider
 

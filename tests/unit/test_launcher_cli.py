@@ -221,7 +221,7 @@ def test_sync_shows_what_it_sends_and_warns_of_a_large_tree(
     invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("big.bin").write_bytes(b"x" * 2000)
-    monkeypatch.setattr("launcher.cli.LARGE", 1000)
+    monkeypatch.setattr("launcher.cli.main.LARGE", 1000)
     result = invoke("sync", provider=provider)
     assert "warning: `.` is 0.0 MB, `big.bin` alone" in result.stderr
     assert "+ big.bin" in result.stderr and ".gitignore" in result.stderr

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from launcher import managed
-from launcher.cli import cli
+from launcher.cli.main import cli
 from launcher.errors import LauncherError, TaskError
 from launcher.managed import _config
 from launcher.settings import Settings

@@ -13,7 +13,7 @@ import click
 
 import kit.cli
 from kit.cli import data, note
-from launcher.cli_reports import (
+from launcher.cli.reports import (
     as_json,
     cost,
     doctor,
@@ -26,8 +26,8 @@ from launcher.cli_reports import (
     save_to,
     summarize,
 )
-from launcher.cli_runs import cancel, run
-from launcher.target import Target, on_cluster
+from launcher.cli.runs import cancel, run
+from launcher.cli.target import Target, on_cluster
 
 LARGE = 200_000_000
 """Bytes of a workdir above which `sync` warns."""

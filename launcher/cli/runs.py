@@ -7,9 +7,9 @@ from pathlib import Path
 import click
 
 from kit.cli import data, note
-from launcher.cli_reports import as_json, of_managed
+from launcher.cli.reports import as_json, of_managed
+from launcher.cli.target import Target, on_cluster
 from launcher.lease import told
-from launcher.target import Target, on_cluster
 
 
 # Whatever follows the first word is the command's own, `-c` and `--wait` too.

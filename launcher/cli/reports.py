@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kit.cli import data, note
-from launcher.target import Target, on_cluster
+from launcher.cli.target import Target, on_cluster
 
 if TYPE_CHECKING:
     from launcher.checkpoints import PulledCheckpoint
