@@ -71,7 +71,7 @@ class Cluster:
     @property
     def provider(self) -> Provider:
         if self._provider is None:
-            from launcher.sky_provider import SkyProvider  # SkyPilot takes seconds to import
+            from launcher.skypilot.provider import SkyProvider  # SkyPilot takes seconds to import
 
             self._provider = SkyProvider()
         return self._provider

@@ -209,7 +209,7 @@ def _split(arguments: tuple[str, ...], local: bool) -> tuple[Path, list[str]]:
     if any(argument.startswith("-") for argument in arguments):
         if local:
             return Path("sky/art-cpu.yaml"), list(arguments)  # the provider refuses them by name
-        from launcher.sky_door import split_arguments
+        from launcher.skypilot.door import split_arguments
 
         positional, options = split_arguments(arguments)
     if len(positional) > 1:

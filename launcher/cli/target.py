@@ -31,7 +31,7 @@ class Target:
 
     def managed(self) -> ModuleType:
         """What knows of managed runs, which belong to no cluster of ours."""
-        from launcher import managed
+        from launcher.skypilot import managed
 
         if self.local or self.named:
             raise click.UsageError(

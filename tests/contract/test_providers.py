@@ -68,7 +68,7 @@ def provider(
         return
     provider: Provider = LocalProvider(tmp_path / "clusters")
     if request.param == "skypilot":
-        from launcher.sky_provider import SkyProvider
+        from launcher.skypilot.provider import SkyProvider
 
         monkeypatch.setenv("HOME", pwd.getpwuid(os.getuid()).pw_dir)  # where its credentials are
         provider = SkyProvider()

@@ -9,7 +9,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def test_the_task_is_found_among_arguments_of_sky_launch() -> None:
-    from launcher.sky_door import split_arguments
+    from launcher.skypilot.door import split_arguments
 
     given = ["--infra", "slurm/lab", "sky/art-cpu.yaml", "--dryrun", "-i", "5"]
     rest = ["--infra", "slurm/lab", "--dryrun", "-i", "5"]
@@ -21,7 +21,7 @@ def test_the_task_is_found_among_arguments_of_sky_launch() -> None:
 
 
 def test_an_argument_that_sky_launch_does_not_know_is_refused_by_name() -> None:
-    from launcher.sky_door import split_arguments
+    from launcher.skypilot.door import split_arguments
 
     with pytest.raises(LauncherError, match="--nonsense") as error:
         split_arguments(["--nonsense"])
@@ -29,7 +29,7 @@ def test_an_argument_that_sky_launch_does_not_know_is_refused_by_name() -> None:
 
 
 def test_a_launch_that_nobody_waits_for_is_refused_before_it_costs_anything() -> None:
-    from launcher.sky_door import split_arguments
+    from launcher.skypilot.door import split_arguments
 
     with pytest.raises(LauncherError, match="`--async` would leave") as error:
         split_arguments(["sky/art.yaml", "--async"])

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import yaml
 
-from launcher import managed, sky_launch, sky_runs
 from launcher.errors import TaskError
 from launcher.lease import Lease
 from launcher.provider import SETUP, Cost, Run, RunStatus, live_server
 from launcher.settings import Settings
-from launcher.sky_provider import SkyProvider
+from launcher.skypilot import launch as sky_launch
+from launcher.skypilot import managed
+from launcher.skypilot import runs as sky_runs
+from launcher.skypilot.provider import SkyProvider
 from launcher.task import Task
 
 # SkyPilot warns about its own dependencies on import.

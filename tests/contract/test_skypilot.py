@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from launcher.errors import LauncherError
-from launcher.room import with_room
 from launcher.settings import Settings
+from launcher.skypilot.resources import with_room
 from launcher.task import Task
 from tests.serving import free_port
 
@@ -98,7 +98,7 @@ def test_a_laptop_without_any_cloud_is_told_what_to_do(tmp_path: Path) -> None:
 def test_errors_of_skypilot_are_one_sentence_and_a_hint(kind: str, sentence: str) -> None:
     from sky import exceptions
 
-    from launcher.sky_door import translated
+    from launcher.skypilot.door import translated
 
     theirs = getattr(exceptions, kind)
     error = theirs.__new__(theirs)
@@ -112,7 +112,7 @@ def test_errors_of_skypilot_are_one_sentence_and_a_hint(kind: str, sentence: str
 def test_a_log_that_nobody_reads_any_more_is_no_lost_connection() -> None:
     from sky.server import rest
 
-    from launcher.sky_door import Reader
+    from launcher.skypilot.door import Reader
 
     ours, theirs = os.pipe()
     os.close(ours)
@@ -133,7 +133,7 @@ def test_a_log_that_nobody_reads_any_more_is_no_lost_connection() -> None:
 
 
 def test_what_is_not_about_one_cluster_names_none() -> None:
-    from launcher.sky_door import ANY, translated
+    from launcher.skypilot.door import ANY, translated
 
     with pytest.raises(LauncherError) as error, translated(ANY):
         raise RuntimeError("no catalog")
@@ -149,7 +149,7 @@ def test_a_cluster_that_was_up_is_not_taken_for_a_half_made_one(
 ) -> None:
     from sky.schemas.api.responses import StatusResponse
 
-    from launcher import sky_provider
+    from launcher.skypilot import provider as sky_provider
 
     known = dict.fromkeys(("cluster_hash", "user_hash", "user_name", "workspace"), "x")
     numbers = {"launched_at": 0, "autostop": 5, "to_down": True, "is_managed": False, "nodes": 1}

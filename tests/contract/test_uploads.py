@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from launcher import managed, scripts, sky_provider
 from launcher.settings import Settings
+from launcher.skypilot import managed, scripts
+from launcher.skypilot import provider as sky_provider
 from launcher.task import Task
 from tests.serving import free_port
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from launcher import managed
 from launcher.cli.main import cli
 from launcher.errors import LauncherError, TaskError
-from launcher.managed import _config
 from launcher.settings import Settings
+from launcher.skypilot import managed
+from launcher.skypilot.managed import _config
 from launcher.task import Task
 from tests.serving import free_port
 

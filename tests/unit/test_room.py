@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from launcher.room import with_room
+from launcher.skypilot.resources import with_room
 
 NOTHING = dict.fromkeys(("infra", "cloud", "cpus", "memory", "gpus", "instance_type"))
 CPUS = {"cpus": "4+", "memory": "8+", "autostop": {"idle_minutes": 5}}

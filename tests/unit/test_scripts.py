@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher import scripts
+from launcher.skypilot import scripts
 
 
 @pytest.fixture

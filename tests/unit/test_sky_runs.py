@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from launcher import sky_runs
 from launcher.errors import RemoteError, RunNotFound
 from launcher.provider import SERVER
+from launcher.skypilot import runs as sky_runs
 
 BEGIN = "├── Waiting for task resources on 1 node.\n"
 

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from launcher import scripts, sky_launch, sky_runs
 from launcher.errors import ClusterNotFound, LauncherError, ProviderError, Unreachable
 from launcher.files import forgotten, refuse_open_secrets, remember
 from launcher.provider import RUN, WORKDIR, Check, ClusterInfo, Cost, Progress, Run, Sent
 from launcher.remote import Remote
-from launcher.sky_door import ANY, forget_alias, sky, translated, write_alias
+from launcher.skypilot import launch as sky_launch
+from launcher.skypilot import runs as sky_runs
+from launcher.skypilot import scripts
+from launcher.skypilot.door import ANY, forget_alias, sky, translated, write_alias
 from launcher.state import home, sent_record
 from launcher.task import Task
 
@@ -129,7 +131,7 @@ class SkyProvider:
         return home() / "ports" / f"{name}.json"
 
     def checks(self) -> list[Check]:
-        from launcher.sky_checks import checks
+        from launcher.skypilot.checks import checks
 
         return checks()
 

@@ -9,7 +9,7 @@ from typing import Any, TextIO
 from launcher.errors import RemoteError, RunNotFound
 from launcher.provider import RUN, SERVER, Run, RunStatus, id_of
 from launcher.remote import Remote
-from launcher.sky_door import reading, sky, translated
+from launcher.skypilot.door import reading, sky, translated
 
 _STATUS = {
     "INIT": RunStatus.PENDING,

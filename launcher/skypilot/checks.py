@@ -4,7 +4,7 @@ import importlib.metadata
 
 from launcher.errors import LauncherError
 from launcher.provider import Check
-from launcher.sky_door import ANY, sky, translated
+from launcher.skypilot.door import ANY, sky, translated
 
 _WANTED = "0.14"
 # What a new account may not rent before it asked: the first launch of a GPU fails without it.

@@ -9,13 +9,14 @@ from typing import Any
 
 import yaml
 
-from launcher import scripts, sky_runs
 from launcher.errors import LauncherError, ProviderError
 from launcher.files import remember, select
 from launcher.lease import hours_within
 from launcher.provider import SETUP, Cost, Run, RunStatus, live_server
-from launcher.room import with_room
-from launcher.sky_door import ANY, launch_command, parse, sky, translated
+from launcher.skypilot import runs as sky_runs
+from launcher.skypilot import scripts
+from launcher.skypilot.door import ANY, launch_command, parse, sky, translated
+from launcher.skypilot.resources import with_room
 from launcher.state import sent_record
 from launcher.task import Task
 

@@ -16,7 +16,7 @@ from launcher.errors import LauncherError, ProviderError, TaskError
 from launcher.files import refuse_open_secrets
 from launcher.provider import STATE_DIR, WORKDIR, Run, RunStatus
 from launcher.settings import Settings
-from launcher.sky_door import reading, sky, translated
+from launcher.skypilot.door import reading, sky, translated
 from launcher.task import Task
 
 # A run is pending too while SkyPilot brings up a cluster for it, the first or the next.
