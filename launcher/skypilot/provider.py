@@ -9,11 +9,11 @@ from typing import Any, TextIO
 from launcher.errors import ClusterNotFound, LauncherError, ProviderError, Unreachable
 from launcher.files import forgotten, refuse_open_secrets, remember
 from launcher.provider import RUN, WORKDIR, Check, ClusterInfo, Cost, Progress, Run, Sent
-from launcher.remote import Remote
 from launcher.skypilot import launch as sky_launch
 from launcher.skypilot import runs as sky_runs
 from launcher.skypilot import scripts
 from launcher.skypilot.door import ANY, forget_alias, sky, translated, write_alias
+from launcher.ssh.remote import Remote
 from launcher.state import home, sent_record
 from launcher.task import Task
 

@@ -8,8 +8,8 @@ from typing import Any, TextIO
 
 from launcher.errors import RemoteError, RunNotFound
 from launcher.provider import RUN, SERVER, Run, RunStatus, id_of
-from launcher.remote import Remote
 from launcher.skypilot.door import reading, sky, translated
+from launcher.ssh.remote import Remote
 
 _STATUS = {
     "INIT": RunStatus.PENDING,

@@ -14,8 +14,8 @@ from kit.manifest import write_manifest
 from launcher.checkpoints import pull
 from launcher.errors import ClusterNotFound, ProviderError, RemoteError, Unreachable
 from launcher.provider import STATE_DIR, ClusterInfo
-from launcher.remote import Remote, free_port
 from launcher.skypilot.provider import SkyProvider
+from launcher.ssh.remote import Remote, free_port
 
 FAKE = Path(__file__).with_name("fake_ssh.py")
 SIZE = 20_000_000  # far more than what is on its way in buffers

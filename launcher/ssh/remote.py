@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TextIO
 
 from kit.errors import NotInstalled
-from launcher import rsync
 from launcher.errors import RemoteError, Unreachable
-from launcher.forward import Forward
 from launcher.provider import Progress, Sent
+from launcher.ssh import rsync
+from launcher.ssh.forward import Forward
 
 # First the ciphers that processors have instructions for: a gigabyte of checkpoints is work for the
 # slower end, and both know the default ones too.
