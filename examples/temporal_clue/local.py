@@ -15,7 +15,7 @@ import kit.cli
 from examples.temporal_clue import quickstart
 from kit.settings import gather
 from launcher import Cluster, Task
-from launcher.local_provider import LocalProvider
+from launcher.local.provider import LocalProvider
 from launcher.settings import read
 from trainer.config import ServerConfig
 from trainer.engines.choose import chosen

@@ -57,7 +57,7 @@ def on_cluster(command: Callable[..., None]) -> Callable[..., None]:
         **rest: Any,
     ) -> None:
         from launcher.cluster import Cluster
-        from launcher.local_provider import LocalProvider
+        from launcher.local.provider import LocalProvider
         from launcher.settings import read
 
         settings = read(cluster=name, env_file=env_file)

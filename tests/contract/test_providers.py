@@ -18,7 +18,7 @@ from kit.manifest import write_manifest
 from launcher.cluster import Cluster
 from launcher.errors import ClusterNotFound, LauncherError, ProviderError, TaskError
 from launcher.files import select
-from launcher.local_provider import LocalProvider
+from launcher.local.provider import LocalProvider
 from launcher.provider import STATE_DIR, Provider, RunStatus
 from launcher.settings import Settings
 from launcher.task import Task

@@ -18,8 +18,8 @@ from typing import TextIO
 
 from launcher.errors import ClusterNotFound, LauncherError, ProviderError, RunNotFound
 from launcher.files import copy_if_new, forgotten, remember, same, select, size
-from launcher.local_runs import born, end, make_run, read_run, show
-from launcher.local_tasks import mount, refuse
+from launcher.local.runs import born, end, make_run, read_run, show
+from launcher.local.tasks import mount, refuse
 from launcher.provider import (
     RUN,
     SETUP_FAILED,
