@@ -31,15 +31,15 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench.report import Table, machine, write_report  # noqa: E402
-from trainer import smollm2  # noqa: E402
-from trainer.base_models import resolve  # noqa: E402
+from trainer.base_model import smollm2  # noqa: E402
+from trainer.base_model.precision import dtype_name  # noqa: E402
+from trainer.base_model.resolve import resolve  # noqa: E402
 from trainer.config import LoraConfig  # noqa: E402
 from trainer.engines.choose import vllm_program  # noqa: E402
 from trainer.engines.embedded import EmbeddedEngine  # noqa: E402
 from trainer.engines.engine import SampleRequest  # noqa: E402
 from trainer.engines.vllm import VllmEngine  # noqa: E402
 from trainer.learner.handle import Learner  # noqa: E402
-from trainer.precision import dtype_name  # noqa: E402
 
 
 def transformers(python: Path, model: Path, prompts: list[list[int]], tokens: int) -> Any:

@@ -49,7 +49,7 @@ def sequences(scenario: str) -> tuple[list[list[int]], int]:
 def ours(model: str, scenario: str) -> Callable[[], None]:
     import torch
 
-    from trainer.base_models import resolve
+    from trainer.base_model.resolve import resolve
     from trainer.config import LoraConfig
     from trainer.device import keep_freed_memory
     from trainer.learner.gradient import row_logprobs
@@ -160,7 +160,7 @@ def run(pythons: dict[str, str], model: str, scenario: str, repeats: int) -> dic
 
 
 def compare(model: str, repeats: int) -> bool:
-    from trainer.base_models import resolve
+    from trainer.base_model.resolve import resolve
 
     directory = str(resolve(model))
     parity = subprocess.run(

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.architecture import parse_architecture
 from trainer.attention import inverse_frequencies
+from trainer.base_model.architecture import parse_architecture
 from trainer.config import LoraConfig
 from trainer.fast import FastLayers
 from trainer.learner.pack import Row, Sample, pack

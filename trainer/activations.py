@@ -8,7 +8,7 @@ computed again as the free memory allows.
 import math
 from dataclasses import dataclass
 
-from trainer.architecture import Architecture
+from trainer.base_model.architecture import Architecture
 
 FREE_SHARE = 0.95  # of the free memory; the rest is lost to fragments
 HEAD = (8192, 38_016)  # tokens and words whose logits are in memory at once

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 from torch import Tensor
 
-from trainer.architecture import Rope
+from trainer.base_model.architecture import Rope
 from trainer.block_attention import Block, block_attention
 
 if TYPE_CHECKING:

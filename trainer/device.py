@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.precision import dtype_name
+from trainer.base_model.precision import dtype_name
 
 
 def default_device() -> torch.device:

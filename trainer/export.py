@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trainer import checkpoint
-from trainer.base_models import resolve
+from trainer.base_model.resolve import resolve
 from trainer.errors import CheckpointError, Conflict
 from trainer.learner.state import ADAPTER, ADAPTER_CONFIG, FULL, read_tensors
 from trainer.lora import read_lora_config

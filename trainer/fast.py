@@ -11,8 +11,8 @@ from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
 from trainer.activations import FASTEST, Plan, plan
-from trainer.architecture import Architecture
 from trainer.attention import View
+from trainer.base_model.architecture import Architecture
 from trainer.fast_layer import fuses, join_frozen, layer_forward, seen
 from trainer.tree_mask import Lengths, Tree
 

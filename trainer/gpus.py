@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.architecture import Architecture, read_architecture
+from trainer.base_model.architecture import Architecture, read_architecture
 from trainer.config import ServerConfig
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.architecture import Architecture, read_architecture
 from trainer.attention import Mask, View, attend, inverse_frequencies, rotations
+from trainer.base_model.architecture import Architecture, read_architecture
 from trainer.config import LoraConfig
 from trainer.fast import FastLayers
 from trainer.fused import lora_linear, rms_norm, rotate, swiglu

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.engine import Delta, Engine, SampleRequest
-from trainer.tokenizer import Tokenizer
 
 PIECE = 8  # tokens in one delta of a stream
 

@@ -17,9 +17,9 @@ from kit.settings import gather
 from launcher import Cluster, Task
 from launcher.local.provider import LocalProvider
 from launcher.settings import read
+from trainer.base_model.smollm2 import NAME
 from trainer.config import ServerConfig
 from trainer.engines.choose import chosen
-from trainer.smollm2 import NAME
 
 END = "  bring it home, end the backend: .venv/bin/launcher down --local"
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from trainer.base_model.tiny_random import CONFIG
 from trainer.config import LoraConfig
 from trainer.lora import peft_config
-from trainer.tiny_model import CONFIG
 
 
 def write_lora(directory: Path, *, seed: int, rank: int = 4) -> Path:

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer.base_models import resolve
+from trainer.base_model.resolve import resolve
 from trainer.engines.embedded import EmbeddedEngine
 from trainer.engines.replicas import Meeting, Replicas
 

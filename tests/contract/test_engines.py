@@ -14,7 +14,7 @@ import pytest_asyncio
 from tests.contract.loras import write_lora
 from tests.contract.nodes import both, head, node
 from tests.serving import vllm_python
-from trainer.base_models import resolve
+from trainer.base_model.resolve import resolve
 from trainer.engines.choose import vllm_program
 from trainer.engines.embedded import KEPT, EmbeddedEngine
 from trainer.engines.engine import Delta, Engine, SampleRequest

@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from tests.serving import Serving
-from trainer import tiny_model
+from trainer.base_model import tiny_random
+from trainer.base_model.tokenizer import Tokenizer
 from trainer.learner.tokenize import tokenize_trajectory
-from trainer.tokenizer import Tokenizer
 
 MODEL = {"name": "exact", "project": "contract"}
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
@@ -22,7 +22,7 @@ SCRIPT = [
     {"when": "Begin", "replies": ["<think>hm</think>One", "<think>so</think>Uno"]},
 ]
 # As the templates of thinking models do: only the newest turn keeps its thoughts.
-FORGETFUL = tiny_model.CHAT_TEMPLATE.replace(
+FORGETFUL = tiny_random.CHAT_TEMPLATE.replace(
     "(message.content or '')",
     "((message.content or '').split('</think>')[-1] if message.role == 'assistant' "
     "else (message.content or ''))",
@@ -33,7 +33,7 @@ FORGETFUL = tiny_model.CHAT_TEMPLATE.replace(
 def thinking_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`tiny-random` with a template that drops earlier thinking."""
     directory = tmp_path_factory.mktemp("thinking")
-    tiny_model.write(directory)
+    tiny_random.write(directory)
     path = directory / "tokenizer_config.json"
     settings = json.loads(path.read_text())
     path.write_text(json.dumps({**settings, "chat_template": FORGETFUL}))

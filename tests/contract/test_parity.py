@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trainer import checkpoint
-from trainer.base_models import resolve
+from trainer.base_model.resolve import resolve
+from trainer.base_model.smollm2 import NAME as SMOLLM2
+from trainer.base_model.tokenizer import Tokenizer
 from trainer.config import LoraConfig
 from trainer.engines.decoder import Decoder
 from trainer.export import export
 from trainer.learner.state import State
 from trainer.lora import lora_parameters
 from trainer.model import Policy, load_model
-from trainer.smollm2 import NAME as SMOLLM2
-from trainer.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = [

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 
 from tests.contract.loras import write_lora
-from trainer.base_models import resolve
+from trainer.base_model.resolve import resolve
 from trainer.engines.choose import vllm_program
 from trainer.engines.engine import Delta, SampleRequest
 from trainer.engines.vllm import VllmEngine

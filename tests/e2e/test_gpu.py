@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.architecture import parse_architecture
 from trainer.attention import inverse_frequencies
+from trainer.base_model.architecture import parse_architecture
 from trainer.config import LoraConfig
 from trainer.fast import FastLayers
 from trainer.learner.gradient import row_logprobs

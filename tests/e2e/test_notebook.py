@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.serving import Serving
-from trainer.smollm2 import NAME
+from trainer.base_model.smollm2 import NAME
 
 ROOT = Path(__file__).parents[2]
 

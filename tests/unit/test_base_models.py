@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from kit.manifest import sha256
-from trainer import base_models
-from trainer.architecture import parse_architecture
-from trainer.base_models import resolve
+from trainer.base_model import resolve as base_models
+from trainer.base_model.architecture import parse_architecture
+from trainer.base_model.precision import dtype_name
+from trainer.base_model.resolve import resolve
 from trainer.errors import ModelError
-from trainer.precision import dtype_name
 
 
 def test_tiny_random_is_the_same_everywhere(
@@ -33,7 +33,7 @@ def test_tiny_random_is_the_same_everywhere(
 def test_two_processes_may_make_a_model_at_once(tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-c"),
-        "from trainer.base_models import resolve; print(resolve('tiny-random'))",
+        "from trainer.base_model.resolve import resolve; print(resolve('tiny-random'))",
     ]
     environment = {**os.environ, "ART_CACHE": str(tmp_path)}
     racers = [

@@ -5,7 +5,7 @@ import pytest
 
 from kit.config import validate
 from kit.errors import ConfigError, NotInstalled
-from trainer.base_models import resolve
+from trainer.base_model.resolve import resolve
 from trainer.channel import Worker, visible
 from trainer.config import ServerConfig
 from trainer.engines import choose

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from trainer.base_models import resolve
+from trainer.base_model.resolve import resolve
 from trainer.config import LoraConfig
 from trainer.engines.decoder import Decoder
 from trainer.model import Policy, load_lora, load_model, lora_state

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.contract.loras import write_lora
-from trainer.base_models import resolve
+from trainer.base_model.resolve import resolve
 from trainer.engines.batching import cache_shape
 from trainer.engines.embedded_worker import EmbeddedWorker
 from trainer.errors import BadRequest

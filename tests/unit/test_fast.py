@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.base_models import resolve
+from trainer.base_model.resolve import resolve
 from trainer.config import LoraConfig
 from trainer.fast import FastLayers
 from trainer.learner.gradient import row_logprobs

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainer import gpus
-from trainer.base_models import resolve
+from trainer.base_model.resolve import resolve
 from trainer.config import ServerConfig
 from trainer.engines import choose
 from trainer.engines.vllm_args import check, defaults, spread

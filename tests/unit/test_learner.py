@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from kit.manifest import read_manifest, sha256, write_manifest
 from trainer import checkpoint
-from trainer.base_models import resolve
+from trainer.base_model.resolve import resolve
 from trainer.config import GrpoConfig, LoraConfig
 from trainer.errors import BadRequest, CheckpointError, DiskFull, Diverged, OutOfMemory, Unsupported
 from trainer.learner import gradient, state

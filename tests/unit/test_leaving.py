@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from trainer.base_models import resolve
+from trainer.base_model.resolve import resolve
+from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.engine import Delta
 from trainer.server import openai_routes
 from trainer.server.guard import Guard
 from trainer.server.leaving import ClientLeft
-from trainer.tokenizer import Tokenizer
 
 
 class Client:

@@ -6,9 +6,9 @@ import pytest
 
 from examples.temporal_clue.local import plan
 from examples.temporal_clue.quickstart import SIZES, _command, chance, main
+from trainer.base_model.smollm2 import NAME
 from trainer.config import ServerConfig
 from trainer.engines import choose
-from trainer.smollm2 import NAME
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.base_models import resolve
+from trainer.base_model.resolve import resolve
 from trainer.config import LoraConfig
 from trainer.errors import CheckpointError, ModelError
 from trainer.lora import lora_parameters

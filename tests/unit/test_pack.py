@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.base_models import resolve
+from trainer.base_model.resolve import resolve
 from trainer.config import GrpoConfig, LoraConfig
 from trainer.learner.gradient import row_logprobs
 from trainer.learner.grpo import LossInputs, grpo_loss

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.base_models import resolve
+from trainer.base_model.resolve import resolve
+from trainer.base_model.tokenizer import Tokenizer
 from trainer.config import LoraConfig, SftConfig
 from trainer.errors import BadRequest
 from trainer.learner.learner import Learner
 from trainer.learner.sft import prepare_sft
-from trainer.tokenizer import Tokenizer
 
 TALK: list[dict[str, Any]] = [
     {"role": "system", "content": "Be kind"},

@@ -1,8 +1,8 @@
 import pytest
 
-from trainer.base_models import resolve
+from trainer.base_model.resolve import resolve
+from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.text import TextStream
-from trainer.tokenizer import Tokenizer
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from trainer.base_models import resolve
+from trainer.base_model.resolve import resolve
+from trainer.base_model.tokenizer import Tokenizer
 from trainer.errors import BadRequest, Unsupported
 from trainer.exact_tokens import ExactTokens
 from trainer.learner.tokenize import Tokenized, tokenize_trajectory
-from trainer.tokenizer import Tokenizer
 
 END = 258  # <|im_end|>
 USER = {"role": "user", "content": "hi"}

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer.base_models import resolve
+from trainer.base_model.resolve import resolve
+from trainer.base_model.tokenizer import Tokenizer
 from trainer.errors import BadRequest, ModelError
-from trainer.tokenizer import Tokenizer
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainer.architecture import Architecture
 from trainer.attention import rotations
+from trainer.base_model.architecture import Architecture
 from trainer.config import LoraConfig
 from trainer.fused import turn
 from trainer.lora import LINEARS, peft_name

@@ -22,7 +22,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidHandshake, InvalidStatus, WebSocketException
 
 from kit.errors import ConfigError, KitError
-from trainer.base_models import resolve
+from trainer.base_model.resolve import resolve
 from trainer.calls import Json, write_error
 from trainer.config import LoraConfig, NodeConfig, ServerConfig
 from trainer.engines.choose import create_engine, placed

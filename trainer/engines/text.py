@@ -3,7 +3,7 @@
 import codecs
 from collections.abc import Sequence
 
-from trainer.tokenizer import Tokenizer
+from trainer.base_model.tokenizer import Tokenizer
 
 
 class TextStream:

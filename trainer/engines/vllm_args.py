@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer.base_model.precision import dtype_name
 from trainer.errors import Unsupported
 from trainer.gpus import cards_asked_for
-from trainer.precision import dtype_name
 
 Json = dict[str, Any]
 BASE = "base"  # what vLLM calls the model without a LoRA

@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.engine import Delta
 from trainer.engines.text import TextStream
 from trainer.errors import TrainerError
-from trainer.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 

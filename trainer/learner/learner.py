@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from trainer import checkpoint, faults
+from trainer.base_model.tokenizer import Tokenizer
 from trainer.config import GrpoConfig, LoraConfig, SftConfig, StepConfig
 from trainer.errors import OutOfMemory
 from trainer.learner.clock import Clock
@@ -27,7 +28,6 @@ from trainer.learner.sft import SUPERVISED, prepare_sft
 from trainer.learner.state import State, check_belongs, lora_shape
 from trainer.learner.world import World
 from trainer.model import Policy
-from trainer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainer.base_model.tokenizer import Tokenizer
 from trainer.config import GrpoConfig
 from trainer.errors import BadRequest
 from trainer.learner.pack import Sample
 from trainer.learner.tokenize import Tokenized, tokenize_trajectory
-from trainer.tokenizer import Tokenizer
 
 Group = Mapping[str, Any]
 Metrics = dict[str, float]

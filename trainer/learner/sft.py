@@ -9,12 +9,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trainer.base_model.tokenizer import Tokenizer
 from trainer.config import GrpoConfig, SftConfig
 from trainer.errors import BadRequest
 from trainer.learner.pack import Sample
 from trainer.learner.prepare import Prepared
 from trainer.learner.tokenize import tokenize_trajectory
-from trainer.tokenizer import Tokenizer
 
 SUPERVISED = GrpoConfig(allow_training_without_logprobs=True, max_grad_norm=1.0)
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer import exact_tokens
+from trainer.base_model.tokenizer import Tokenizer
 from trainer.errors import BadRequest
 from trainer.exact_tokens import PREFIX
-from trainer.tokenizer import Tokenizer
 
 Item = Mapping[str, Any]
 

@@ -17,7 +17,7 @@ import torch
 from kit.config import validate
 from kit.errors import KitError
 from trainer import channel
-from trainer.base_models import resolve
+from trainer.base_model.resolve import resolve
 from trainer.config import LoraConfig, read_step_config
 from trainer.device import default_device, default_dtype, keep_freed_memory, release_memory
 from trainer.errors import OutOfMemory

@@ -9,7 +9,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from trainer.base_models import resolve
+from trainer.base_model.resolve import resolve
+from trainer.base_model.tokenizer import Tokenizer
 from trainer.config import ServerConfig
 from trainer.engines.choose import chosen, create_engine, placed
 from trainer.engines.engine import Delta, Engine, SampleRequest
@@ -27,7 +28,6 @@ from trainer.server.settings import check_internal_config, lora_config, max_seq_
 from trainer.server.training import Training
 from trainer.server.trainings import Trainings
 from trainer.server.wire import ModelWire, TrainRequest
-from trainer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 Json = dict[str, Any]

@@ -7,10 +7,10 @@ it: the step is served, and the next rollouts go on beside the check.
 
 import logging
 
+from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.engine import Engine, SampleRequest
 from trainer.learner.handle import Learner
 from trainer.server.models import Model
-from trainer.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 PROMPT = "Count from one to ten."

@@ -11,13 +11,13 @@ import pydantic
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.engine import Delta, SampleRequest
 from trainer.errors import BadRequest, Unsupported
 from trainer.exact_tokens import PREFIX
 from trainer.server.backend import Backend
 from trainer.server.leaving import ClosingStream, while_connected
 from trainer.server.tool_calls import ToolCallParser
-from trainer.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 

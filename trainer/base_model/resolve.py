@@ -12,8 +12,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer import smollm2, tiny_model
-from trainer.architecture import read_architecture
+from trainer.base_model import smollm2, tiny_random
+from trainer.base_model.architecture import read_architecture
 from trainer.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 TINY = "tiny-random"
 # Raised when what a built-in model is made of changes, so that no stale copy is served.
 VERSION = "1"
-BUILT_IN: dict[str, Callable[[Path], None]] = {TINY: tiny_model.write, smollm2.NAME: smollm2.write}
+BUILT_IN: dict[str, Callable[[Path], None]] = {TINY: tiny_random.write, smollm2.NAME: smollm2.write}
 
 
 def resolve(name: str) -> Path:

@@ -19,8 +19,8 @@ import jinja2.parser
 import jinja2.sandbox
 import tokenizers
 
+from trainer.base_model.tiny_random import byte_letters
 from trainer.errors import BadRequest, ModelError, Unsupported
-from trainer.tiny_model import byte_letters
 
 Message = Mapping[str, Any]
 # Tokens that end an assistant's turn; some models name only one of them in their settings.
