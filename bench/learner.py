@@ -51,10 +51,10 @@ def ours(model: str, scenario: str) -> Callable[[], None]:
 
     from trainer.base_model.resolve import resolve
     from trainer.config import LoraConfig
-    from trainer.device import keep_freed_memory
     from trainer.learner.gradient import row_logprobs
     from trainer.learner.pack import Sample, pack
-    from trainer.model import load_model
+    from trainer.policy.device import keep_freed_memory
+    from trainer.policy.model import load_model
 
     keep_freed_memory()  # as the learner's process does
     policy = load_model(

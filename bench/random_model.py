@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.shapes import QWEN3_4B, QWEN25_7B, random_policy
-from trainer.weights import hugging_face_names
+from trainer.policy.weights import hugging_face_names
 
 SHAPES = {"7b": QWEN25_7B, "4b": QWEN3_4B}
 

@@ -13,8 +13,8 @@ from trainer import checkpoint
 from trainer.base_model.resolve import resolve
 from trainer.errors import CheckpointError, Conflict
 from trainer.learner.state import ADAPTER, ADAPTER_CONFIG, FULL, read_tensors
-from trainer.lora import read_lora_config
-from trainer.weights import stored_tensors
+from trainer.policy.lora import read_lora_config
+from trainer.policy.weights import stored_tensors
 
 SHARD_BYTES = 4 << 30
 # What a Hugging Face model directory holds beside its weights.

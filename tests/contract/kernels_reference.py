@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-import trainer.kernels.fp8 as fp8
-from trainer.kernels import gated_mlp, lora_swiglu
-from trainer.kernels.split_heads import split_heads
+import trainer.policy.kernels.fp8 as fp8
+from trainer.policy.kernels import gated_mlp, lora_swiglu
+from trainer.policy.kernels.split_heads import split_heads
 
 TOKENS, DIM, INNER, RANK = 70, 48, 208, 4
 

@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 
 from trainer.base_model.tiny_random import CONFIG
 from trainer.config import LoraConfig
-from trainer.lora import peft_config
+from trainer.policy.lora import peft_config
 
 
 def write_lora(directory: Path, *, seed: int, rank: int = 4) -> Path:

@@ -17,8 +17,8 @@ from trainer.config import LoraConfig
 from trainer.engines.decoder import Decoder
 from trainer.export import export
 from trainer.learner.state import State
-from trainer.lora import lora_parameters
-from trainer.model import Policy, load_model
+from trainer.policy.lora import lora_parameters
+from trainer.policy.model import Policy, load_model
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = [

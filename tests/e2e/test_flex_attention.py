@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from trainer.attention import attend
 from trainer.learner.pack import Row, Sample, pack
+from trainer.policy.attention import attend
 
 
 def tree(prompt: int, completion: int, count: int) -> Row:

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.attention import inverse_frequencies
 from trainer.base_model.architecture import parse_architecture
 from trainer.config import LoraConfig
-from trainer.fast import FastLayers
 from trainer.learner.gradient import row_logprobs
 from trainer.learner.pack import Row, Sample, pack
-from trainer.model import Policy, assemble, init_lora
+from trainer.policy.attention import inverse_frequencies
+from trainer.policy.compiled import FastLayers
+from trainer.policy.model import Policy, assemble, init_lora
 
 logger = logging.getLogger(__name__)
 pytestmark = [

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from trainer.attention import attend
-from trainer.fast_layer import LARGEST_RANK, rotate, seen
-from trainer.kernels import tree_attention
 from trainer.learner.pack import Sample, pack
-from trainer.tree_mask import tree_mask
+from trainer.policy.attention import attend
+from trainer.policy.compiled_layer import LARGEST_RANK, rotate, seen
+from trainer.policy.kernels import tree_attention
+from trainer.policy.tree_mask import tree_mask
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,7 +34,7 @@ def off(found: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.parametrize("rank", [4, 8, 16, 32, LARGEST_RANK])
 def test_swiglu_between_loras_is_the_formula(rank: int) -> None:
-    from trainer.kernels.lora_swiglu import lora_swiglu, lora_swiglu_backward
+    from trainer.policy.kernels.lora_swiglu import lora_swiglu, lora_swiglu_backward
 
     tokens, inner = 300, 1000  # no multiples of a tile
     gate_up, low = draw(tokens, 2 * inner, seed=1), draw(tokens, 2 * rank, seed=2)
@@ -62,7 +62,7 @@ def test_swiglu_between_loras_is_the_formula(rank: int) -> None:
 
 
 def test_heads_are_split_and_turned_there_and_back() -> None:
-    from trainer.kernels.split_heads import split_heads
+    from trainer.policy.kernels.split_heads import split_heads
 
     tokens, heads, kv_heads, size = 77, 6, 2, 64
     base, lora = (draw(tokens, (heads + 2 * kv_heads) * size, seed=it) for it in (1, 2))

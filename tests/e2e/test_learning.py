@@ -14,11 +14,11 @@ import torch
 from trainer.base_model.resolve import resolve
 from trainer.base_model.smollm2 import NAME as SMOLLM2
 from trainer.config import GrpoConfig, LoraConfig
-from trainer.device import default_dtype
 from trainer.engines.decoder import Decoder
 from trainer.exact_tokens import ExactTokens
 from trainer.learner.learner import Learner
-from trainer.model import lora_state
+from trainer.policy.device import default_dtype
+from trainer.policy.model import lora_state
 
 logger = logging.getLogger(__name__)
 GROUP = 8

@@ -1,7 +1,7 @@
 """As little is computed again as the memory allows, in the order of what it costs."""
 
-from trainer.activations import FASTEST, LEAN, plan
 from trainer.base_model.architecture import parse_architecture
+from trainer.policy.recompute import FASTEST, LEAN, plan
 
 SEVEN_B = parse_architecture(
     {

@@ -6,7 +6,7 @@ from torch import Tensor
 from trainer.base_model.resolve import resolve
 from trainer.config import LoraConfig
 from trainer.engines.decoder import Decoder
-from trainer.model import Policy, load_lora, load_model, lora_state
+from trainer.policy.model import Policy, load_lora, load_model, lora_state
 
 CPU = torch.device("cpu")
 GIVEN = torch.randint(260, (3, 20), generator=torch.Generator().manual_seed(0)).tolist()

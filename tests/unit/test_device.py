@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trainer.device import _cgroup_limits
+from trainer.policy.device import _cgroup_limits
 
 
 def test_the_limits_of_all_groups_a_process_is_in_count(tmp_path: Path) -> None:

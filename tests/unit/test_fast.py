@@ -8,10 +8,10 @@ import torch
 
 from trainer.base_model.resolve import resolve
 from trainer.config import LoraConfig
-from trainer.fast import FastLayers
 from trainer.learner.gradient import row_logprobs
 from trainer.learner.pack import Sample, pack
-from trainer.model import Policy, load_model, lora_state
+from trainer.policy.compiled import FastLayers
+from trainer.policy.model import Policy, load_model, lora_state
 
 # torch's own: tracing imports modules that warn of their futures.
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.block_attention import block_attention, plan
-from trainer.fused import lora_linear, rms_norm, rotate, swiglu
+from trainer.policy.autograd_ops import lora_linear, rms_norm, rotate, swiglu
+from trainer.policy.cpu_attention import block_attention, plan
 
 
 def plain_lora(x: Tensor, w: Tensor, bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -72,8 +72,8 @@ def test_values_and_gradients_are_those_of_the_plain_formula(
 def test_block_attention_is_masked_softmax_attention(
     kept: int, queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.block_attention.KEPT_CELLS", kept)
-    monkeypatch.setattr("trainer.block_attention.QUERIES", queries)
+    monkeypatch.setattr("trainer.policy.cpu_attention.KEPT_CELLS", kept)
+    monkeypatch.setattr("trainer.policy.cpu_attention.QUERIES", queries)
     generator = torch.Generator().manual_seed(0)
     # A prompt of 10, branches of 4, 5 and 3, the second with forks of 2 and 6; then another tree.
     lengths, parents = [10, 4, 5, 2, 6, 3, 7], [None, 0, 0, 2, 2, 0, None]

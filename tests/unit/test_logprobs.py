@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from trainer import logprobs
-from trainer.logprobs import chosen_logprobs
+from trainer.policy import logprobs
+from trainer.policy.logprobs import chosen_logprobs
 
 
 @pytest.mark.parametrize("train_head", [False, True])

@@ -11,8 +11,8 @@ import torch
 from trainer.base_model.resolve import resolve
 from trainer.config import LoraConfig
 from trainer.errors import CheckpointError, ModelError
-from trainer.lora import lora_parameters
-from trainer.model import Policy, init_lora, load_lora, load_model, lora_state, peft_config
+from trainer.policy.lora import lora_parameters
+from trainer.policy.model import Policy, init_lora, load_lora, load_model, lora_state, peft_config
 
 CPU = torch.device("cpu")
 

@@ -14,8 +14,8 @@ from trainer.learner.gradient import row_logprobs
 from trainer.learner.grpo import LossInputs, grpo_loss
 from trainer.learner.pack import Row, Sample, pack
 from trainer.learner.plot import panels_of
-from trainer.lora import lora_parameters
-from trainer.model import Policy, load_model
+from trainer.policy.lora import lora_parameters
+from trainer.policy.model import Policy, load_model
 
 
 @pytest.fixture

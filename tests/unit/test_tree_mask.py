@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 from trainer.learner.pack import Row, Sample, pack
-from trainer.tree_mask import BLOCK, Lengths, tree_mask
+from trainer.policy.tree_mask import BLOCK, Lengths, tree_mask
 
 
 def row_of(seed: int) -> Row:

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainer.attention import rotations
 from trainer.base_model.architecture import Architecture
 from trainer.config import LoraConfig
-from trainer.fused import turn
-from trainer.lora import LINEARS, peft_name
-from trainer.model import Policy
+from trainer.policy.attention import rotations
+from trainer.policy.autograd_ops import turn
+from trainer.policy.lora import LINEARS, peft_name
+from trainer.policy.model import Policy
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Of a layer's number, queries [N, H, E], keys and values [N, K, E]: mixed values [N, H * E]."""

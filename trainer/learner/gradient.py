@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trainer.attention import Mask
 from trainer.config import GrpoConfig
 from trainer.errors import Diverged, Unsupported
 from trainer.learner.grpo import LossInputs, grpo_loss
@@ -18,8 +17,9 @@ from trainer.learner.pack import Row
 from trainer.learner.prepare import Metrics
 from trainer.learner.state import ADAPTER, State, read_tensors
 from trainer.learner.world import World
-from trainer.model import Policy, load_lora, lora_state
-from trainer.tree_mask import tree_mask
+from trainer.policy.attention import Mask
+from trainer.policy.model import Policy, load_lora, lora_state
+from trainer.policy.tree_mask import tree_mask
 
 
 @dataclass(frozen=True)

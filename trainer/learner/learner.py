@@ -27,7 +27,7 @@ from trainer.learner.prepare import Prepared, prepare
 from trainer.learner.sft import SUPERVISED, prepare_sft
 from trainer.learner.state import State, check_belongs, lora_shape
 from trainer.learner.world import World
-from trainer.model import Policy
+from trainer.policy.model import Policy
 
 logger = logging.getLogger(__name__)
 

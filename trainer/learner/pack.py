@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.block_attention import Block, plan
+from trainer.policy.cpu_attention import Block, plan
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -6,9 +6,9 @@ import torch
 
 from trainer.config import LoraConfig
 from trainer.errors import Unsupported
-from trainer.fast import FastLayers
 from trainer.learner.world import World
-from trainer.model import Policy, load_model
+from trainer.policy.compiled import FastLayers
+from trainer.policy.model import Policy, load_model
 
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper; an A100 has no products in fp8
 

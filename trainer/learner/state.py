@@ -20,7 +20,7 @@ from trainer.config import LoraConfig
 from trainer.errors import CheckpointError
 from trainer.learner.tensor_file import write_tensors
 from trainer.learner.world import World
-from trainer.model import Policy, load_lora, peft_config
+from trainer.policy.model import Policy, load_lora, peft_config
 
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"

@@ -19,10 +19,10 @@ from kit.errors import KitError
 from trainer import channel
 from trainer.base_model.resolve import resolve
 from trainer.config import LoraConfig, read_step_config
-from trainer.device import default_device, default_dtype, keep_freed_memory, release_memory
 from trainer.errors import OutOfMemory
 from trainer.learner.learner import Learner
 from trainer.learner.world import World, join
+from trainer.policy.device import default_device, default_dtype, keep_freed_memory, release_memory
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from trainer.calls import read_error, write_error
 from trainer.errors import Unsupported
 from trainer.learner.pack import Row
-from trainer.model import Policy
+from trainer.policy.model import Policy
 
 T = TypeVar("T")
 IDLE_FOR = timedelta(days=365)  # a process waits for the next step as long as it takes

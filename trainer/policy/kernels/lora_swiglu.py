@@ -20,8 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainer.kernels.fp8 import DTYPE as FP8
-from trainer.kernels.fp8 import LARGEST as LARGEST_FP8
+from trainer.policy.kernels.fp8 import DTYPE as FP8
+from trainer.policy.kernels.fp8 import LARGEST as LARGEST_FP8
 
 # Found on an H200 by trying, amid large products, which slow its clock: 0.25 and 0.61 ms for 8,192
 # tokens of a 7B shape, of which moving the activations alone is 0.22 and 0.37. Loads that are not

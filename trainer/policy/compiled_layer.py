@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import linear, rms_norm, silu
 
-from trainer.kernels import tree_attention
-from trainer.kernels.fp8 import Fp8Weight, fp8_linear, quantised_weight
-from trainer.tree_mask import Tree
+from trainer.policy.kernels import tree_attention
+from trainer.policy.kernels.fp8 import Fp8Weight, fp8_linear, quantised_weight
+from trainer.policy.tree_mask import Tree
 
 Linear = Any  # nn.Linear or model.LoraLinear
 LARGEST_RANK = 64  # that the kernel of the MLP was tried with
@@ -56,7 +56,9 @@ def heads(x: Tensor, attention: Any, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     shape, size = (*x.shape[:2], -1, attention.head_dim), attention.head_dim
     fused = x.is_cuda and all(map(has_lora, linears)) and hasattr(linears[0], "joined")
     if fused and attention.q_norm is None and size & (size - 1) == 0:
-        from trainer.kernels.split_heads import split_heads  # needs Triton, which a CPU has not
+        from trainer.policy.kernels.split_heads import (
+            split_heads,  # needs Triton, which a CPU has not
+        )
 
         base, lora = products(x, linears[0].joined, linears)
         assert lora is not None
@@ -97,7 +99,7 @@ def mlp(x: Tensor, layer: Any) -> Tensor:
         first, second = project(x, [gate, up])
         (out,) = project(silu(first) * second, [down])
         return out
-    from trainer.kernels.gated_mlp import gated_mlp  # needs Triton, which a CPU has not
+    from trainer.policy.kernels.gated_mlp import gated_mlp  # needs Triton, which a CPU has not
 
     flat = x.flatten(0, 1)
     low = linear(flat, torch.cat([gate.lora_a.weight, up.lora_a.weight]).to(x.dtype))

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from trainer.kernels.fp8 import Fp8Weight, product, scaled_product, scales_of
-from trainer.kernels.lora_swiglu import lora_swiglu, lora_swiglu_backward
+from trainer.policy.kernels.fp8 import Fp8Weight, product, scaled_product, scales_of
+from trainer.policy.kernels.lora_swiglu import lora_swiglu, lora_swiglu_backward
 
 
 def gated_mlp(

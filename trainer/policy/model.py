@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.attention import Mask, View, attend, inverse_frequencies, rotations
 from trainer.base_model.architecture import Architecture, read_architecture
 from trainer.config import LoraConfig
-from trainer.fast import FastLayers
-from trainer.fused import lora_linear, rms_norm, rotate, swiglu
-from trainer.logprobs import chosen_logprobs
-from trainer.lora import (
+from trainer.policy.attention import Mask, View, attend, inverse_frequencies, rotations
+from trainer.policy.autograd_ops import lora_linear, rms_norm, rotate, swiglu
+from trainer.policy.compiled import FastLayers
+from trainer.policy.logprobs import chosen_logprobs
+from trainer.policy.lora import (
     init_lora,
     load_lora,
     lora_parameters,
@@ -28,8 +28,8 @@ from trainer.lora import (
     peft_config,
     read_lora_config,
 )  # fmt: skip
-from trainer.tree_mask import Tree
-from trainer.weights import hugging_face_names, place_weights
+from trainer.policy.tree_mask import Tree
+from trainer.policy.weights import hugging_face_names, place_weights
 
 with warnings.catch_warnings():
     # TorchTune 0.6.1 is older than torchao and torch here; its imports warn of their futures.

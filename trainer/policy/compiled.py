@@ -10,11 +10,11 @@ from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
-from trainer.activations import FASTEST, Plan, plan
-from trainer.attention import View
 from trainer.base_model.architecture import Architecture
-from trainer.fast_layer import fuses, join_frozen, layer_forward, seen
-from trainer.tree_mask import Lengths, Tree
+from trainer.policy.attention import View
+from trainer.policy.compiled_layer import fuses, join_frozen, layer_forward, seen
+from trainer.policy.recompute import FASTEST, Plan, plan
+from trainer.policy.tree_mask import Lengths, Tree
 
 logger = logging.getLogger(__name__)
 LayerFunction = Callable[..., Tensor]

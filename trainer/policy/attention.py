@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from trainer.base_model.architecture import Rope
-from trainer.block_attention import Block, block_attention
+from trainer.policy.cpu_attention import Block, block_attention
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-    from trainer.tree_mask import Tree
+    from trainer.policy.tree_mask import Tree
 
 # Who attends to whom: [B, T, S] True where a query may look, None for causal; or for one packed
 # row its blocks, on CPU, and its tree, on a GPU (what flex attention made of it for plain layers).
