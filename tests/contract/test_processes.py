@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 
 from tests.processes import child, children, environment, listens_at, wait_until_gone
 from tests.serving import free_port
-from trainer.channel import Worker
 from trainer.errors import BadRequest, OutOfMemory, Unsupported, WorkerDied
 from trainer.exact_tokens import ExactTokens
 from trainer.learner.handle import MODULE
 from trainer.learner.peers import Peers
+from trainer.processes.worker import Worker
 
 Row = dict[str, Any]
 LORA = {"rank": 2, "alpha": 4}

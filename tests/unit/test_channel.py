@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.channel import CHUNK, PARENT_VARIABLE, Worker
+from trainer.processes.worker import CHUNK, PARENT_VARIABLE, Worker
 from trainer.server.app import _bind
 
 ECHO = """
@@ -42,7 +42,7 @@ async def test_calls_of_any_size_arrive_whole_and_in_order(
 
 
 def test_a_process_whose_parent_is_gone_already_dies_as_if_it_had_seen_it() -> None:
-    code = "import signal; from trainer.channel import *; die_with_parent(signal.SIGKILL)"
+    code = "import signal; from trainer.processes.worker import *; die_with_parent(signal.SIGKILL)"
 
     def ends_with(parent: int) -> int:
         environment = {**os.environ, PARENT_VARIABLE: str(parent)}

@@ -6,7 +6,6 @@ import pytest
 from kit.config import validate
 from kit.errors import ConfigError, NotInstalled
 from trainer.base_model.resolve import resolve
-from trainer.channel import Worker, visible
 from trainer.config import ServerConfig
 from trainer.engines import choose
 from trainer.engines.replicas import Replicas
@@ -14,6 +13,7 @@ from trainer.engines.vllm import VllmEngine
 from trainer.engines.vllm_args import check, flags, rank_for
 from trainer.errors import Unsupported, WorkerDied
 from trainer.learner.handle import Learner
+from trainer.processes.worker import Worker, visible
 
 
 @pytest.mark.parametrize(

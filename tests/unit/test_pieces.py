@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from trainer import pieces as module
-from trainer.pieces import parse, pieces
+from trainer.processes import large_json as module
+from trainer.processes.large_json import parse, pieces
 
 GROUPS = [
     {"trajectories": [{"reward": 0.5, "ids": [1, 2]}, {"reward": None}], "é": {"b": 1, "a": "\n"}},

@@ -13,7 +13,7 @@ import pytest
 SERVER = """
 import subprocess, sys, time
 program = "(trap '' TERM; exec sleep 300) & echo $! > child; mv child started; wait"
-leader = [sys.executable, "-m", "trainer.engines.process_group", "bash", "-c", program]
+leader = [sys.executable, "-m", "trainer.processes.process_group", "bash", "-c", program]
 process = subprocess.Popen(leader, start_new_session=True)
 open("leader", "w").write(str(process.pid))
 time.sleep(300)
@@ -54,7 +54,7 @@ def test_the_whole_group_ends_with_the_server(tmp_path: Path, ending: str) -> No
 @pytest.mark.timeout(60)
 def test_what_the_program_leaves_behind_ends_with_it() -> None:
     program = "(trap '' TERM; exec sleep 300) & echo $!; exit 3"
-    command = [sys.executable, "-m", "trainer.engines.process_group", "bash", "-c", program]
+    command = [sys.executable, "-m", "trainer.processes.process_group", "bash", "-c", program]
     leader = subprocess.run(command, start_new_session=True, capture_output=True, text=True)
     assert "ended with code 3" in leader.stderr
     until(lambda: not is_alive(int(leader.stdout)))

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.channel import Worker, visible
 from trainer.engines.engine import Delta, SampleRequest
+from trainer.processes.worker import Worker, visible
 
 KEPT = 8  # LoRAs in memory; a long run makes hundreds
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from trainer import faults
 from trainer.base_model.tokenizer import Tokenizer
-from trainer.channel import Channel
 from trainer.engines.batching import Call, Choice, Lora, cache_shape, prefill_batches
 from trainer.engines.decoder import Decoder, KVCache
 from trainer.engines.sampling import Sampling, choose
@@ -27,6 +26,7 @@ from trainer.engines.text import TextStream
 from trainer.errors import BadRequest, NotFound
 from trainer.policy.device import default_device, default_dtype, memory
 from trainer.policy.model import load_model, read_lora_config
+from trainer.processes.worker import Channel
 
 logger = logging.getLogger(__name__)
 ROWS = 64  # choices sampled at once; more wait

@@ -1,6 +1,6 @@
 """The head's end of the connections that `trainer engine` on other machines opens to it.
 
-A WebSocket carries calls (`trainer.calls`) as JSON, and files in pieces as binary messages. Every
+A WebSocket carries calls (`trainer.processes.rpc`) as JSON, and files in pieces as binary messages. Every
 connection must bring the key, on loopback too: who is let in gets the prompts.
 """
 
@@ -18,10 +18,10 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-from trainer.calls import Calls
 from trainer.engines.engine import Delta, SampleRequest
 from trainer.engines.lora_files import frames, hashes_of
 from trainer.errors import TrainerError, WorkerDied
+from trainer.processes.rpc import Calls
 
 logger = logging.getLogger(__name__)
 MAX_BYTES = 64 << 20  # of one message; the longest is a prompt, or the tokens of an answer

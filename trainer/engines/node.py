@@ -23,7 +23,6 @@ from websockets.exceptions import InvalidHandshake, InvalidStatus, WebSocketExce
 
 from kit.errors import ConfigError, KitError
 from trainer.base_model.resolve import resolve
-from trainer.calls import Json, write_error
 from trainer.config import LoraConfig, NodeConfig, ServerConfig
 from trainer.engines.choose import create_engine, placed
 from trainer.engines.engine import Engine, SampleRequest
@@ -31,6 +30,7 @@ from trainer.engines.link import MAX_BYTES
 from trainer.engines.lora_files import Hashes, LoraStore
 from trainer.errors import NotFound, TrainerError
 from trainer.learner.peers import Peers
+from trainer.processes.rpc import Json, write_error
 
 logger = logging.getLogger(__name__)
 TELL_EVERY = 60.0  # seconds between two lines about a head that is not there

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base_model.tokenizer import Tokenizer
-from trainer.channel import visible
 from trainer.engines import vllm_args
 from trainer.engines.engine import Delta, SampleRequest
 from trainer.engines.vllm_choice import Choice
 from trainer.engines.vllm_process import VllmProcess
 from trainer.errors import BadRequest, Conflict, NotFound, TrainerError, WorkerDied
+from trainer.processes.worker import visible
 
 logger = logging.getLogger(__name__)
 KEPT = 4  # LoRAs that stay loaded; older ones are loaded again when they are asked for

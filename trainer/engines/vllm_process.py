@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 import httpx
 
 from trainer.engines import vllm_log
-from trainer.engines.process_group import members
 from trainer.errors import BadRequest, NotFound, TrainerError, WorkerDied
+from trainer.processes.process_group import members
 
 logger = logging.getLogger(__name__)
 Json = dict[str, Any]
@@ -68,7 +68,7 @@ class VllmProcess:
         )
         with self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "trainer.engines.process_group", *self._program),
+                *(sys.executable, "-m", "trainer.processes.process_group", *self._program),
                 *arguments(socket),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,

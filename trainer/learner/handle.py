@@ -5,9 +5,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from trainer.channel import Worker, visible
 from trainer.config import LoraConfig, ServerConfig, StepConfig
 from trainer.errors import TrainerError
+from trainer.processes.worker import Worker, visible
 
 logger = logging.getLogger(__name__)
 MODULE = "trainer.learner.torchrun"

@@ -11,8 +11,8 @@ import os
 import sys
 from pathlib import Path
 
-from trainer.channel import PARENT_VARIABLE, visible
 from trainer.learner.handle import MODULE, arguments
+from trainer.processes.worker import PARENT_VARIABLE, visible
 
 logger = logging.getLogger(__name__)
 AGAIN_AFTER = 1.0  # seconds

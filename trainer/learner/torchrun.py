@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from trainer.channel import OUT_OF_MEMORY, PARENT_VARIABLE, die_with_parent
+from trainer.processes.worker import OUT_OF_MEMORY, PARENT_VARIABLE, die_with_parent
 
 JOIN_WITHIN = timedelta(minutes=30)  # other machines may still be set up
 NAME = "learner"  # of the world and of how its machines meet

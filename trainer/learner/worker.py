@@ -16,13 +16,13 @@ import torch
 
 from kit.config import validate
 from kit.errors import KitError
-from trainer import channel
 from trainer.base_model.resolve import resolve
 from trainer.config import LoraConfig, read_step_config
 from trainer.errors import OutOfMemory
 from trainer.learner.learner import Learner
 from trainer.learner.world import World, join
 from trainer.policy.device import default_device, default_dtype, keep_freed_memory, release_memory
+from trainer.processes import worker as channel
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

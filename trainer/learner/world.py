@@ -17,10 +17,10 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
-from trainer.calls import read_error, write_error
 from trainer.errors import Unsupported
 from trainer.learner.pack import Row
 from trainer.policy.model import Policy
+from trainer.processes.rpc import read_error, write_error
 
 T = TypeVar("T")
 IDLE_FOR = timedelta(days=365)  # a process waits for the next step as long as it takes

@@ -9,7 +9,7 @@ import pydantic
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 
-from trainer import pieces
+from trainer.processes import large_json
 
 BodyT = TypeVar("BodyT", bound=pydantic.BaseModel)
 
@@ -28,7 +28,7 @@ def large(kind: type[BodyT]) -> Callable[[Request], Awaitable[BodyT]]:
 
 def _parse(body: bytes, kind: type[BodyT]) -> BodyT:
     try:
-        found = pieces.parse(body)
+        found = large_json.parse(body)
         if isinstance(found, dict):
             found["digest"] = hashlib.sha256(body).hexdigest()
         return kind.model_validate(found)

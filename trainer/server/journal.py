@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import DiskFull
-from trainer.pieces import parse, pieces
+from trainer.processes.large_json import parse, pieces
 
 logger = logging.getLogger(__name__)
 Json = dict[str, Any]

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.channel import Worker
 from trainer.errors import TrainerError
+from trainer.processes.worker import Worker
 
 logger = logging.getLogger(__name__)
 Json = dict[str, Any]

@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from trainer import channel
+from trainer.processes import worker as channel
 
 Json = dict[str, Any]
 

@@ -13,7 +13,7 @@ from typing import Any
 from kit.errors import KitError
 from trainer import errors
 from trainer.errors import TrainerError
-from trainer.pieces import is_large, pieces
+from trainer.processes.large_json import is_large, pieces
 
 Json = dict[str, Any]
 

@@ -1,6 +1,6 @@
 """Runs a program of several processes so that none of them outlives the server.
 
-`python -m trainer.engines.process_group PROGRAM ARGUMENT...` stands between `trainer serve` and
+`python -m trainer.processes.process_group PROGRAM ARGUMENT...` stands between `trainer serve` and
 `vllm serve`: vLLM's engine processes survive the death of its API process, and would go on holding
 the card's memory. This process leads their group, and ends all of it when the program ends, when
 it is asked to, or when the server is gone.
@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trainer.channel import die_with_parent
+from trainer.processes.worker import die_with_parent
 
 GRACE = 8.0  # seconds the program has to clean up
 
