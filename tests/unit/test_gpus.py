@@ -5,13 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from trainer import gpus
 from trainer.base_model.resolve import resolve
 from trainer.config import ServerConfig
-from trainer.engines import choose
+from trainer.engines import choose, gpus
+from trainer.engines.gpus import are_shared, cards_asked_for, share_out, visible_cards
 from trainer.engines.vllm_args import check, defaults, spread
 from trainer.errors import Unsupported
-from trainer.gpus import are_shared, cards_asked_for, share_out, visible_cards
 
 # Heads and KV heads of Qwen2.5-7B and SmolLM2-135M.
 QWEN, SMOL = (28, 4), (9, 3)

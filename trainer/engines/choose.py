@@ -14,9 +14,9 @@ from trainer.config import ServerConfig
 from trainer.engines import vllm_args
 from trainer.engines.embedded import EmbeddedEngine
 from trainer.engines.engine import Engine
+from trainer.engines.gpus import are_shared, has_cuda, share_out
 from trainer.engines.replicas import Meeting, Replicas
 from trainer.engines.vllm import VllmEngine
-from trainer.gpus import are_shared, has_cuda, share_out
 
 Json = dict[str, Any]
 

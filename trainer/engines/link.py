@@ -1,6 +1,6 @@
 """The head's end of the connections that `trainer engine` on other machines opens to it.
 
-A WebSocket carries calls (`trainer.processes.rpc`) as JSON, and files in pieces as binary messages. Every
+A WebSocket carries calls (`processes.rpc`) as JSON, and files in pieces as binary messages. Every
 connection must bring the key, on loopback too: who is let in gets the prompts.
 """
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base_model.precision import dtype_name
+from trainer.engines.gpus import cards_asked_for
 from trainer.errors import Unsupported
-from trainer.gpus import cards_asked_for
 
 Json = dict[str, Any]
 BASE = "base"  # what vLLM calls the model without a LoRA
