@@ -39,7 +39,7 @@ from trainer.engines.choose import vllm_program  # noqa: E402
 from trainer.engines.embedded import EmbeddedEngine  # noqa: E402
 from trainer.engines.engine import SampleRequest  # noqa: E402
 from trainer.engines.vllm import VllmEngine  # noqa: E402
-from trainer.learner.handle import Learner  # noqa: E402
+from trainer.learner.process import Learner  # noqa: E402
 
 
 def transformers(python: Path, model: Path, prompts: list[list[int]], tokens: int) -> Any:

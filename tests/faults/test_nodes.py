@@ -14,7 +14,7 @@ import httpx
 
 from tests.processes import child, children, wait_until_gone
 from tests.serving import Serving, free_port
-from trainer.learner.handle import MODULE
+from trainer.learner.process import MODULE
 
 BASE = "tiny-random"
 MODEL = {"name": "run", "project": "nodes", "base_model": BASE}

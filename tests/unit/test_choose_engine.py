@@ -12,7 +12,7 @@ from trainer.engines.replicas import Replicas
 from trainer.engines.vllm import VllmEngine
 from trainer.engines.vllm_args import check, flags, rank_for
 from trainer.errors import Unsupported, WorkerDied
-from trainer.learner.handle import Learner
+from trainer.learner.process import Learner
 from trainer.processes.worker import Worker, visible
 
 

@@ -9,7 +9,7 @@ import pytest
 from trainer import checkpoint
 from trainer.config import LoraConfig
 from trainer.errors import DiskFull, OutOfMemory, TrainerError
-from trainer.learner.handle import Learner
+from trainer.learner.process import Learner
 from trainer.server.gate import Gate
 from trainer.server.journal import Request
 from trainer.server.ledger import Ledger

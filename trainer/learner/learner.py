@@ -19,10 +19,10 @@ from trainer.config import GrpoConfig, LoraConfig, SftConfig, StepConfig
 from trainer.errors import OutOfMemory
 from trainer.learner.clock import Clock
 from trainer.learner.gradient import GradientSteps, row_logprobs
+from trainer.learner.load_policy import load_policy
 from trainer.learner.pack import Row, Sample, pack
 from trainer.learner.plot import NAME as PICTURE
 from trainer.learner.plot import plot_rows
-from trainer.learner.policies import load_policy
 from trainer.learner.prepare import Prepared, prepare
 from trainer.learner.sft import SUPERVISED, prepare_sft
 from trainer.learner.state import State, check_belongs, lora_shape

@@ -11,7 +11,7 @@ import os
 import sys
 from pathlib import Path
 
-from trainer.learner.handle import MODULE, arguments
+from trainer.learner.process import MODULE, arguments
 from trainer.processes.worker import PARENT_VARIABLE, visible
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from trainer.config import ServerConfig
 from trainer.engines.choose import chosen, create_engine, placed
 from trainer.engines.engine import Delta, Engine, SampleRequest
 from trainer.errors import BadRequest, TrainerError, WorkerDied
-from trainer.learner.handle import Learner
+from trainer.learner.process import Learner
 from trainer.server import canary, history
 from trainer.server.gate import Gate
 from trainer.server.journal import interrupted

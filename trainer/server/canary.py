@@ -9,7 +9,7 @@ import logging
 
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.engine import Engine, SampleRequest
-from trainer.learner.handle import Learner
+from trainer.learner.process import Learner
 from trainer.server.models import Model
 
 logger = logging.getLogger(__name__)

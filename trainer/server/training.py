@@ -14,7 +14,7 @@ from typing import Any
 from trainer import checkpoint, faults
 from trainer.config import read_step_config
 from trainer.errors import OutOfMemory, TrainerError, WorkerDied
-from trainer.learner.handle import Learner
+from trainer.learner.process import Learner
 from trainer.server import history
 from trainer.server.gate import Gate
 from trainer.server.journal import Request

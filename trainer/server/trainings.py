@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
 from trainer.errors import BadRequest, Conflict
-from trainer.learner.handle import Learner
+from trainer.learner.process import Learner
 from trainer.server.gate import Gate
 from trainer.server.journal import Request
 from trainer.server.ledger import Ledger
