@@ -98,7 +98,7 @@ def engine(env_file: Path | None, **flags: Any) -> None:
     config = gather(NodeConfig, flags=flags, env_file=env_file)
     _require("websockets", "torch", "torchtune")
     _log()
-    from trainer.engines.node import run
+    from trainer.machines.node import run
 
     run(config)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.base_model.resolve import resolve
 from trainer.engines.embedded import EmbeddedEngine
-from trainer.engines.replicas import Meeting, Replicas
+from trainer.machines.replicas import Meeting, Replicas
 
 KEY = "sesame"
 ABOUT = {

@@ -18,9 +18,9 @@ from trainer.base_model.resolve import resolve
 from trainer.engines.choose import vllm_program
 from trainer.engines.embedded import KEPT, EmbeddedEngine
 from trainer.engines.engine import Delta, Engine, SampleRequest
-from trainer.engines.replicas import Replicas
 from trainer.engines.vllm import VllmEngine
 from trainer.errors import BadRequest, Conflict, NotFound, Unsupported, WorkerDied
+from trainer.machines.replicas import Replicas
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 # Two implementations of the same fp32 arithmetic, over 24 tokens of a model of 4 layers.

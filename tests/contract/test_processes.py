@@ -17,8 +17,8 @@ from tests.processes import child, children, environment, listens_at, wait_until
 from tests.serving import free_port
 from trainer.errors import BadRequest, OutOfMemory, Unsupported, WorkerDied
 from trainer.exact_tokens import ExactTokens
-from trainer.learner.peers import Peers
 from trainer.learner.process import MODULE
+from trainer.machines.peers import Peers
 from trainer.processes.worker import Worker
 
 Row = dict[str, Any]

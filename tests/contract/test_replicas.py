@@ -15,8 +15,8 @@ from tests.contract.loras import write_lora
 from tests.contract.nodes import KEY, both, head, node, until
 from trainer.engines.embedded import EmbeddedEngine
 from trainer.engines.engine import Delta, SampleRequest
-from trainer.engines.link import Link
-from trainer.engines.replicas import Replicas
+from trainer.machines.link import Link
+from trainer.machines.replicas import Replicas
 
 PROMPT = [256, 257, *b"user\nhi", 258, 10, 257, *b"assistant\n"]
 

@@ -8,11 +8,11 @@ from kit.errors import ConfigError, NotInstalled
 from trainer.base_model.resolve import resolve
 from trainer.config import ServerConfig
 from trainer.engines import choose
-from trainer.engines.replicas import Replicas
 from trainer.engines.vllm import VllmEngine
 from trainer.engines.vllm_args import check, flags, rank_for
 from trainer.errors import Unsupported, WorkerDied
 from trainer.learner.process import Learner
+from trainer.machines.replicas import Replicas, with_other_machines
 from trainer.processes.worker import Worker, visible
 
 
@@ -58,7 +58,7 @@ def test_vllm_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_embedded_engine_takes_no_settings_of_vllm(tmp_path: Path) -> None:
     config = ServerConfig(engine="embedded", engine_args={"max_num_seqs": 4})
     with pytest.raises(ConfigError, match="`max_num_seqs`"):
-        choose.create_engine(config, "base", tmp_path, tmp_path)
+        choose.create_engine(config, tmp_path, tmp_path)
 
 
 def test_fp8_is_for_vllm_on_a_card_and_reaches_learner_and_engine_alike(
@@ -66,18 +66,14 @@ def test_fp8_is_for_vllm_on_a_card_and_reaches_learner_and_engine_alike(
 ) -> None:
     config = ServerConfig(engine="vllm", quantization="fp8", vllm=sys.executable)
     with pytest.raises(ConfigError, match="needs vLLM on a CUDA card"):
-        choose.create_engine(config, "base", tmp_path, tmp_path)
+        choose.create_engine(config, tmp_path, tmp_path)
     monkeypatch.setattr(choose, "has_cuda", lambda: True)
-    engine = choose.create_engine(config, "base", resolve("tiny-random"), tmp_path)
+    engine = choose.create_engine(config, resolve("tiny-random"), tmp_path)
     assert isinstance(engine, VllmEngine)
     assert engine._arguments["quantization"] == "fp8_per_channel"
     joined = {"nodes_host": "127.0.0.1", "api_key": "secret"}
-    several = choose.create_engine(
-        ServerConfig.model_validate({**config.model_dump(), **joined}),
-        "base",
-        resolve("tiny-random"),
-        tmp_path,
-    )
+    joinable = ServerConfig.model_validate({**config.model_dump(), **joined})
+    several = with_other_machines(engine, joinable, "base")
     assert isinstance(several, Replicas)
     assert several._meeting.about["engine_args"] == {"quantization": "fp8_per_channel"}
     learner = Learner("base", log=tmp_path / "log", config=config)
@@ -87,7 +83,7 @@ def test_fp8_is_for_vllm_on_a_card_and_reaches_learner_and_engine_alike(
         ({"engine_args": {"quantization": "awq"}}, "are both set"),
     ):
         with pytest.raises(ConfigError, match=match):
-            choose.create_engine(config.model_copy(update=change), "base", tmp_path, tmp_path)
+            choose.create_engine(config.model_copy(update=change), tmp_path, tmp_path)
     with pytest.raises(ConfigError, match="needs nodes to be 1"):
         validate(
             ServerConfig,

@@ -90,7 +90,7 @@ def test_a_machine_that_only_samples_gives_all_to_its_engine(
     config = choose.placed(config, model(tmp_path, QWEN), {}, trains=False)
     assert (config.engine_devices, config.learner_devices) == ("0,1,2,3", None)
     directory = resolve("tiny-random")
-    engine = choose.create_engine(config, "tiny-random", directory, tmp_path, trains=False)
+    engine = choose.create_engine(config, directory, tmp_path, trains=False)
     assert engine._defaults["gpu_memory_utilization"] == 0.9  # type: ignore[attr-defined]
     embedded = choose.placed(ServerConfig(engine="embedded"), directory, {})
     assert (embedded.engine_devices, embedded.learner_devices) == ("0", "1,2,3")

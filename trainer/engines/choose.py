@@ -15,7 +15,6 @@ from trainer.engines import vllm_args
 from trainer.engines.embedded import EmbeddedEngine
 from trainer.engines.engine import Engine
 from trainer.engines.gpus import are_shared, has_cuda, share_out
-from trainer.engines.replicas import Meeting, Replicas
 from trainer.engines.vllm import VllmEngine
 
 Json = dict[str, Any]
@@ -35,38 +34,14 @@ def placed(
 
 
 def create_engine(
-    config: ServerConfig, base_model: str, directory: Path, logs: Path, *, trains: bool = True
+    config: ServerConfig, directory: Path, logs: Path, *, trains: bool = True
 ) -> Engine:
-    """The engine that `config` asks for, not started yet; other machines may add theirs to it.
+    """Build the engine that `config` selects, without starting it.
 
-    What a client asks for in `engine_args` is given to its `configure`, before or after. `trains`:
-    a learner is on this machine too.
+    A client's `engine_args` go to its `configure`, before or after the start. `trains` says
+    whether a learner runs on this machine too.
     """
-    shared = trains and are_shared(config)
-    own = _own_engine(config, directory, log=logs / "engine.log", shared=shared)
-    if config.nodes_host is None:
-        return own
-    assert config.api_key  # without one the server does not start
-    learner = {"master": config.learners_meet, "nodes": config.nodes}
-    about = {
-        "base_model": base_model,
-        "engine": chosen(config),
-        "engine_args": vllm_arguments(config),
-        "rank": config.lora.rank,
-        "learner": learner if config.nodes > 1 else None,
-        "engine_cards": len(config.engine_devices.split(",")) if config.engine_devices else None,
-    }
-    meeting = Meeting(
-        config.nodes_host,
-        config.nodes_port,
-        config.api_key.get_secret_value(),
-        about,
-        nodes=config.nodes,
-    )
-    return Replicas(own, meeting)
-
-
-def _own_engine(config: ServerConfig, directory: Path, *, log: Path, shared: bool) -> Engine:
+    log = logs / "engine.log"
     _check_quantization(config)
     if chosen(config) == "embedded":
         if config.engine_args:
@@ -84,7 +59,7 @@ def _own_engine(config: ServerConfig, directory: Path, *, log: Path, shared: boo
         cuda=has_cuda(),
         arguments=vllm_arguments(config),
         devices=config.engine_devices,
-        shared=shared,
+        shared=trains and are_shared(config),
     )
 
 

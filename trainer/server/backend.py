@@ -16,6 +16,7 @@ from trainer.engines.choose import chosen, create_engine, placed
 from trainer.engines.engine import Delta, Engine, SampleRequest
 from trainer.errors import BadRequest, TrainerError, WorkerDied
 from trainer.learner.process import Learner
+from trainer.machines.replicas import with_other_machines
 from trainer.server import canary, history
 from trainer.server.gate import Gate
 from trainer.server.journal import interrupted
@@ -174,7 +175,8 @@ class Backend:
                 return
             directory = await asyncio.to_thread(resolve, base_model)
             config = placed(self.config, directory, engine_args or {})
-            engine = create_engine(config, base_model, directory, self._logs)
+            own = create_engine(config, directory, self._logs)
+            engine = with_other_machines(own, config, base_model)
             await engine.configure(engine_args or {})
             if self._wrap_engine:
                 engine = self._wrap_engine(engine, directory)

@@ -26,10 +26,10 @@ from trainer.base_model.resolve import resolve
 from trainer.config import LoraConfig, NodeConfig, ServerConfig
 from trainer.engines.choose import create_engine, placed
 from trainer.engines.engine import Engine, SampleRequest
-from trainer.engines.link import MAX_BYTES
-from trainer.engines.lora_files import Hashes, LoraStore
 from trainer.errors import NotFound, TrainerError
-from trainer.learner.peers import Peers
+from trainer.machines.link import MAX_BYTES
+from trainer.machines.lora_files import Hashes, LoraStore
+from trainer.machines.peers import Peers
 from trainer.processes.rpc import Json, write_error
 
 logger = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ class Node:
             self._engine = None
         if self._engine is None:
             logs = self._directory / "logs"
-            self._engine = create_engine(config, base_model, directory, logs, trains=trains)
+            self._engine = create_engine(config, directory, logs, trains=trains)
             self._begun, self._loras = same, {}
             await self._engine.configure(asked)
         if not self._engine.running:

@@ -19,8 +19,8 @@ from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
 from trainer.engines.engine import Delta, SampleRequest
-from trainer.engines.lora_files import frames, hashes_of
 from trainer.errors import TrainerError, WorkerDied
+from trainer.machines.lora_files import frames, hashes_of
 from trainer.processes.rpc import Calls
 
 logger = logging.getLogger(__name__)

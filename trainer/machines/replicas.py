@@ -16,9 +16,11 @@ from typing import Any
 
 from websockets.asyncio.server import Server
 
+from trainer.config import ServerConfig
+from trainer.engines.choose import chosen, vllm_arguments
 from trainer.engines.engine import Delta, Engine, SampleRequest
-from trainer.engines.link import Link, listen
 from trainer.errors import NotFound, TrainerError, WorkerDied
+from trainer.machines.link import Link, listen
 
 logger = logging.getLogger(__name__)
 ATTEMPTS = 4  # a request that ends so many engines would end every one
@@ -47,6 +49,30 @@ class Meeting:
     """What a machine needs to start the same engine, and its part of the learner."""
     nodes: int = 1
     """Machines that train together; so many less one get a number, the others only sample."""
+
+
+def with_other_machines(own: Engine, config: ServerConfig, base_model: str) -> Engine:
+    """Let other machines join `own` where `config` says on which address; otherwise `own` itself."""
+    if config.nodes_host is None:
+        return own
+    assert config.api_key  # without one the server does not start
+    learner = {"master": config.learners_meet, "nodes": config.nodes}
+    about = {
+        "base_model": base_model,
+        "engine": chosen(config),
+        "engine_args": vllm_arguments(config),
+        "rank": config.lora.rank,
+        "learner": learner if config.nodes > 1 else None,
+        "engine_cards": len(config.engine_devices.split(",")) if config.engine_devices else None,
+    }
+    meeting = Meeting(
+        config.nodes_host,
+        config.nodes_port,
+        config.api_key.get_secret_value(),
+        about,
+        nodes=config.nodes,
+    )
+    return Replicas(own, meeting)
 
 
 class Replicas:
