@@ -18,7 +18,7 @@ REPORT = """
 import asyncio, logging, sys
 from pathlib import Path
 from trainer.server import reports as module
-from trainer.server.reports import Reports
+from trainer.server.wandb_reports import Reports
 
 module.PATIENCE = 120  # to import wandb takes as long as it takes
 logging.basicConfig(level=logging.INFO)

@@ -3,7 +3,7 @@
 import hashlib
 import json
 
-from trainer.server.bodies import _parse
+from trainer.server.large_bodies import _parse
 from trainer.server.wire import TrainRequest
 
 BODY = {"model": {"name": "m", "project": "p"}, "trajectory_groups": []}

@@ -8,14 +8,14 @@ import pytest
 
 from trainer.config import LoraConfig, ServerConfig
 from trainer.errors import BadRequest, NotFound, Unsupported
-from trainer.server.models import Model
-from trainer.server.settings import (
+from trainer.server.client_settings import (
     check_internal_config,
     grpo_config,
     inference_key,
     lora_config,
     max_seq_length,
 )
+from trainer.server.models import Model
 from trainer.server.wire import ModelWire, TrainRequest
 
 

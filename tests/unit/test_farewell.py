@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from trainer.server.farewell import farewell, unpulled
+from trainer.server.lease import farewell, unpulled
 
 
 def test_what_nobody_brought_home_is_named_and_the_untrained_start_is_not(tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ from fastapi import FastAPI
 from trainer.base_model.resolve import resolve
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.engine import Delta
-from trainer.server import openai_routes
+from trainer.server.disconnects import ClientLeft
 from trainer.server.guard import Guard
-from trainer.server.leaving import ClientLeft
+from trainer.server.routes import openai
 
 
 class Client:
@@ -63,7 +63,7 @@ class Sampling:
 
 def serve(backend: Sampling, client: Client) -> "asyncio.Task[None]":
     app = FastAPI()
-    app.include_router(openai_routes.routes(backend), prefix="/rollouts/{rollout}")  # type: ignore[arg-type]
+    app.include_router(openai.routes(backend), prefix="/rollouts/{rollout}")  # type: ignore[arg-type]
     path = "/rollouts/r/v1/chat/completions"
     scope = {
         "type": "http",

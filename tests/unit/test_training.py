@@ -10,14 +10,14 @@ from trainer import checkpoint
 from trainer.config import LoraConfig
 from trainer.errors import DiskFull, OutOfMemory, TrainerError
 from trainer.learner.process import Learner
+from trainer.server.admission import Trainings
 from trainer.server.gate import Gate
 from trainer.server.journal import Request
 from trainer.server.ledger import Ledger
-from trainer.server.metrics import Metrics
 from trainer.server.models import Model
-from trainer.server.reports import Reports
+from trainer.server.prometheus import Metrics
 from trainer.server.training import Training
-from trainer.server.trainings import Trainings
+from trainer.server.wandb_reports import Reports
 
 
 class SavingLearner(Learner):

@@ -45,7 +45,7 @@ class EmbeddedEngine:
         await self._worker.stop()
 
     async def configure(self, arguments: Mapping[str, Any]) -> None:
-        """Nothing to do: `trainer.server.settings` refuses what would need something done."""
+        """Nothing to do: `trainer.server.client_settings` refuses what would need something done."""
 
     async def make_room(self) -> bool:
         return False

@@ -20,10 +20,11 @@ from starlette.exceptions import HTTPException
 from kit.errors import ConfigError, KitError
 from trainer.config import ServerConfig
 from trainer.errors import TrainerError
-from trainer.server import art_routes, guard, openai_routes, preview_routes, rollout_routes
+from trainer.server import guard
 from trainer.server.backend import Backend, WrapEngine
-from trainer.server.farewell import farewell, minutes_since_pull
-from trainer.server.leaving import LEFT, ClientLeft
+from trainer.server.disconnects import LEFT, ClientLeft
+from trainer.server.lease import farewell, minutes_since_pull
+from trainer.server.routes import art, openai, preview, rollouts
 
 logger = logging.getLogger(__name__)
 Json = dict[str, Any]
@@ -61,10 +62,10 @@ def create_app(config: ServerConfig, backend: Backend) -> FastAPI:
 
     key = config.api_key.get_secret_value() if config.asks_for_key and config.api_key else None
     app.add_middleware(guard.Guard, key=key)
-    app.include_router(art_routes.routes(backend))
-    app.include_router(preview_routes.routes(backend))
-    app.include_router(rollout_routes.routes(backend))
-    chat = openai_routes.routes(backend)
+    app.include_router(art.routes(backend))
+    app.include_router(preview.routes(backend))
+    app.include_router(rollouts.routes(backend))
+    chat = openai.routes(backend)
     app.include_router(chat)
     app.include_router(chat, prefix="/rollouts/{rollout}")
     return app

@@ -18,16 +18,16 @@ from trainer.errors import BadRequest, TrainerError, WorkerDied
 from trainer.learner.process import Learner
 from trainer.machines.replicas import with_other_machines
 from trainer.server import canary, history
+from trainer.server.admission import Trainings
+from trainer.server.client_settings import check_internal_config, lora_config, max_seq_length
 from trainer.server.gate import Gate
 from trainer.server.journal import interrupted
 from trainer.server.ledger import Entry, Ledger
-from trainer.server.metrics import Metrics
 from trainer.server.models import Model, Models
-from trainer.server.reports import Reports
+from trainer.server.prometheus import Metrics
 from trainer.server.rollouts import Rollouts
-from trainer.server.settings import check_internal_config, lora_config, max_seq_length
 from trainer.server.training import Training
-from trainer.server.trainings import Trainings
+from trainer.server.wandb_reports import Reports
 from trainer.server.wire import ModelWire, TrainRequest
 
 logger = logging.getLogger(__name__)

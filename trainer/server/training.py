@@ -19,9 +19,9 @@ from trainer.server import history
 from trainer.server.gate import Gate
 from trainer.server.journal import Request
 from trainer.server.ledger import choices_of
-from trainer.server.metrics import Metrics
 from trainer.server.models import Model
-from trainer.server.reports import Reports
+from trainer.server.prometheus import Metrics
+from trainer.server.wandb_reports import Reports
 
 logger = logging.getLogger(__name__)
 Json = dict[str, Any]

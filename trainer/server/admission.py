@@ -7,14 +7,14 @@ from collections.abc import Awaitable, Callable
 
 from trainer.errors import BadRequest, Conflict
 from trainer.learner.process import Learner
+from trainer.server.client_settings import step_config
 from trainer.server.gate import Gate
 from trainer.server.journal import Request
 from trainer.server.ledger import Ledger
-from trainer.server.metrics import Metrics
 from trainer.server.models import Model
-from trainer.server.reports import Reports
-from trainer.server.settings import step_config
+from trainer.server.prometheus import Metrics
 from trainer.server.training import Training
+from trainer.server.wandb_reports import Reports
 from trainer.server.wire import TrainRequest
 
 logger = logging.getLogger(__name__)

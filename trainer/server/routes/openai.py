@@ -16,7 +16,7 @@ from trainer.engines.engine import Delta, SampleRequest
 from trainer.errors import BadRequest, Unsupported
 from trainer.exact_tokens import PREFIX
 from trainer.server.backend import Backend
-from trainer.server.leaving import ClosingStream, while_connected
+from trainer.server.disconnects import ClosingStream, while_connected
 from trainer.server.tool_calls import ToolCallParser
 
 Json = dict[str, Any]

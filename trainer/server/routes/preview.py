@@ -13,7 +13,7 @@ from kit.errors import KitError
 from trainer.errors import BadRequest, Conflict, NotFound
 from trainer.server import history, storage
 from trainer.server.backend import Backend
-from trainer.server.bodies import large
+from trainer.server.large_bodies import large
 from trainer.server.models import Model
 from trainer.server.wire import Groups, ModelWire, PlainName, TrainRequest, without_nulls
 

@@ -12,8 +12,8 @@ from trainer import checkpoint, faults
 from trainer.errors import Unsupported
 from trainer.server import history, storage
 from trainer.server.backend import Backend
-from trainer.server.bodies import large
-from trainer.server.settings import inference_key
+from trainer.server.client_settings import inference_key
+from trainer.server.large_bodies import large
 from trainer.server.training import Training
 from trainer.server.wire import (
     DeployRequest,
