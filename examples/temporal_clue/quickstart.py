@@ -16,8 +16,8 @@ import click
 from click.core import ParameterSource
 
 import kit.cli
-from trainer.harness.component_config import ArtTrainerAdapterConfig
-from trainer.harness.decisions import BackendBehind
+from trainer.harness.components import ArtTrainerAdapterConfig
+from trainer.harness.epoch_rules import BackendBehind
 from trainer.harness.finetune import Result, finetune
 
 HERE = Path(__file__).parent

@@ -14,7 +14,7 @@ from pydantic import Field, SecretStr
 
 from kit.config import Config, Location, read_yaml, validate
 from kit.errors import ConfigError
-from trainer.harness.component_config import (
+from trainer.harness.components import (
     Dataset,
     Evaluator,
     Trainer,

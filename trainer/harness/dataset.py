@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from kit.errors import ConfigError
-from trainer.harness.component_config import CustomConfig, JsonDataset
-from trainer.harness.imports import instance
+from trainer.harness.components import CustomConfig, JsonDataset
 from trainer.harness.types import Example
+from trainer.harness.user_code import instance
 
 _TOLD = 5  # faults that are spelled out; the rest is counted
 

@@ -11,12 +11,11 @@ from typing import Any, Protocol
 
 from kit.errors import ConfigError, NotInstalled
 from trainer.errors import TrainerError
-from trainer.harness import component_config as configs
-from trainer.harness.calling import call
-from trainer.harness.imports import instance, load
+from trainer.harness import components as configs
 from trainer.harness.judges import LlmJudge, Ruler
 from trainer.harness.llm import Llms
 from trainer.harness.types import Failure, WorkflowRun
+from trainer.harness.user_code import call, instance, load
 
 
 class BadScore(TrainerError):

@@ -10,13 +10,12 @@ from typing import Any
 from rich.console import Console
 
 from trainer.errors import TrainerError
-from trainer.harness import component_config as configs
+from trainer.harness import components as configs
 from trainer.harness.config import FinetuneConfig, load_config
 from trainer.harness.context import Context
 from trainer.harness.dataset import load_examples
 from trainer.harness.evaluators import Scorer, load_evaluators
 from trainer.harness.history import METRICS, PLOT, History
-from trainer.harness.imports import instance
 from trainer.harness.llm import Llms
 from trainer.harness.progress import ConsoleLines, Progress
 from trainer.harness.runner import Runner
@@ -24,6 +23,7 @@ from trainer.harness.trainer import ARTTrainer
 from trainer.harness.trainer_adapter import ARTTrainerAdapter
 from trainer.harness.trajectory_builder import ARTTrajectoryBuilder
 from trainer.harness.types import TrainingJobStatus, TrainingStatusEnum
+from trainer.harness.user_code import instance
 from trainer.harness.workflow import load_workflow
 
 logger = logging.getLogger(__name__)

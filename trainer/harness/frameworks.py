@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kit.errors import NotInstalled
-from trainer.harness.calling import call
 from trainer.harness.llm import Llm, Workflow
 from trainer.harness.types import Example
+from trainer.harness.user_code import call
 
 Factory = Callable[..., Any]
 

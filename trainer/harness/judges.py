@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.errors import TrainerError
-from trainer.harness import component_config as configs
+from trainer.harness import components as configs
 from trainer.harness.llm import Llms
 from trainer.harness.types import WorkflowRun
 

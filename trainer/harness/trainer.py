@@ -8,10 +8,10 @@ from typing import IO, Any
 
 from trainer.errors import TrainerError
 from trainer.harness import curriculum, history, plots
-from trainer.harness.component_config import ArtTrainerConfig
+from trainer.harness.components import ArtTrainerConfig
 from trainer.harness.context import Context
 from trainer.harness.curriculum import CurriculumState
-from trainer.harness.decisions import (
+from trainer.harness.epoch_rules import (
     check_reached,
     check_rule,
     epoch_row,

@@ -16,7 +16,7 @@ import httpx
 from trainer.client import ArtBackend, means
 from trainer.errors import NotFound, NotReady, TrainerError
 from trainer.harness import episodes
-from trainer.harness.component_config import ArtBackendConfig, ArtTrainerAdapterConfig
+from trainer.harness.components import ArtBackendConfig, ArtTrainerAdapterConfig
 from trainer.harness.types import (
     Json,
     TrainingJobRef,

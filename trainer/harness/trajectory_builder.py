@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 
 from trainer.harness import episodes
-from trainer.harness.component_config import ArtTrajectoryBuilderConfig
+from trainer.harness.components import ArtTrajectoryBuilderConfig
 from trainer.harness.context import Context
 from trainer.harness.metrics import mean_metrics, write_jsonl
 from trainer.harness.runner import failures, record, warn_of_failures

@@ -4,11 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 from trainer.harness import frameworks
-from trainer.harness.calling import call
-from trainer.harness.component_config import CustomConfig, PythonWorkflow
-from trainer.harness.imports import instance, load
+from trainer.harness.components import CustomConfig, PythonWorkflow
 from trainer.harness.llm import Llm, Workflow
 from trainer.harness.types import Example
+from trainer.harness.user_code import call, instance, load
 
 
 def load_workflow(config: PythonWorkflow | CustomConfig) -> Workflow:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from trainer.harness.calling import call
+from trainer.harness.user_code import call
 
 
 async def leave() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kit.errors import ConfigError
-from trainer.harness.component_config import (
+from trainer.harness.components import (
     ArtBackendConfig,
     ArtTrajectoryBuilderConfig,
     EngineArgs,

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from kit.errors import ConfigError
-from trainer.harness.component_config import JsonDataset
+from trainer.harness.components import JsonDataset
 from trainer.harness.dataset import load_examples
 
 ROWS = [{"id": 1, "question": "a?", "answer": "x", "more": 5}, {"id": 2, "question": "b?"}]

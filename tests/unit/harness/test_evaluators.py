@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from kit.errors import ConfigError
-from trainer.harness import component_config as configs
+from trainer.harness import components as configs
 from trainer.harness import evaluators as module
 from trainer.harness.evaluators import EachRun, Scorer, load_evaluators
 from trainer.harness.judges import JudgeUnclear, LlmJudge, Ruler

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from trainer.harness.component_config import JsonDataset, PythonWorkflow
+from trainer.harness.components import JsonDataset, PythonWorkflow
 from trainer.harness.config import load_config
 from trainer.harness.dataset import load_examples
-from trainer.harness.imports import load
+from trainer.harness.user_code import load
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "examples" / "temporal_clue").glob("*.yaml"))

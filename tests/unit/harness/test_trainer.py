@@ -12,10 +12,10 @@ from rich.console import Console
 
 from kit.errors import ConfigError
 from trainer.errors import TrainerError
-from trainer.harness.component_config import ArtTrajectoryBuilderConfig
+from trainer.harness.components import ArtTrajectoryBuilderConfig
 from trainer.harness.config import FinetuneConfig
 from trainer.harness.context import Context
-from trainer.harness.decisions import BackendBehind
+from trainer.harness.epoch_rules import BackendBehind
 from trainer.harness.llm import Llms
 from trainer.harness.progress import Progress
 from trainer.harness.runner import Runner, _plain

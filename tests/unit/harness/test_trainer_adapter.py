@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from trainer.errors import NotFound, NotReady, TrainerError
-from trainer.harness.component_config import ArtTrainerAdapterConfig
+from trainer.harness.components import ArtTrainerAdapterConfig
 from trainer.harness.trainer_adapter import ARTTrainerAdapter
 from trainer.harness.types import (
     EpisodeItem,
