@@ -21,11 +21,11 @@ import torch
 
 from bench.report import Table, write_report
 from bench.shapes import QWEN3_4B, QWEN25_7B, Config, random_policy, random_row, weighted_loss
+from kit.types import Json
 from trainer.learner.gradient import row_logprobs
 
 GIB = 2**30
 ROOT = Path(__file__).parents[1]
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ import json
 import random
 import time
 from pathlib import Path
-from typing import Any
 
 import httpx
 
-Json = dict[str, Any]
+from kit.types import Json
+
 WORDS = ("north", "east", "river", "stone", "candle", "winter", "letter", "garden", "silver")
 
 

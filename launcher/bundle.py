@@ -7,15 +7,17 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from kit.manifest import MANIFEST
+from kit.state_dir import CHECKPOINT_GLOB, HISTORY_GLOB, LOGS
 from launcher.errors import LauncherError
 from launcher.provider import STATE_DIR, Provider
 from launcher.settings import MADE_UP_KEY
 
 _FILES = (
-    "logs/*.log",
-    "*/models/*/history.jsonl",
-    "*/models/*/checkpoints/*/packed_tensors.png",
-    "*/models/*/checkpoints/*/manifest.json",
+    f"{LOGS}/*.log",
+    HISTORY_GLOB,
+    f"{CHECKPOINT_GLOB}/packed_tensors.png",
+    f"{CHECKPOINT_GLOB}/{MANIFEST}",
 )
 
 

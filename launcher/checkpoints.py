@@ -4,7 +4,6 @@ import contextlib
 import glob
 import itertools
 import logging
-import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -12,20 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kit.manifest import MANIFEST, damage, read_manifest
+from kit.state_dir import CHECKPOINT_GLOB, HISTORY_GLOB, PULLED, STEP_NAME, checkpoint_name
 from launcher.errors import DamagedCheckpoint, LauncherError, ProviderError, RemoteError
 from launcher.provider import STATE_DIR, Progress, Provider
 
 logger = logging.getLogger(__name__)
-# Finished checkpoints only: the server writes into a directory whose name starts with a dot.
-_CHECKPOINTS = "*/models/*/checkpoints/[0-9]*"
-_METRICS = ("*/models/*/history.jsonl", "*/training_metrics.jsonl", "*/reward_plot.png")
-PULLED = f"{STATE_DIR}/pulled"
-"""Where the server finds what is safe at home: `PROJECT/NAME/STEP` a line."""
-
+_METRICS = (HISTORY_GLOB, "*/training_metrics.jsonl", "*/reward_plot.png")
 TOUCH = 60.0  # seconds
 ROUNDS = 5  # of pulling before a cluster ends: a run that goes on need not keep it for ever
-# `0007`; the server writes into `.0007-xyz` and renames, so other names are not finished.
-_STEP = re.compile(r"\d{4,}")
 
 
 @dataclass(frozen=True)
@@ -47,12 +40,12 @@ def pull(provider: Provider, cluster: str, to: Path, progress: Progress) -> list
     What else is below `to`, of other clusters and earlier ones, is neither touched nor looked at.
     """
     with (
-        provider.writing(cluster, PULLED) as write,
+        provider.writing(cluster, f"{STATE_DIR}/{PULLED}") as write,
         _translated(to),
         tempfile.TemporaryDirectory() as directory,
     ):
-        there, note = Path(directory), Path(PULLED).name
-        about = (f"{_CHECKPOINTS}/{MANIFEST}", note)
+        there = Path(directory)
+        about = (f"{CHECKPOINT_GLOB}/{MANIFEST}", PULLED)
         provider.fetch(cluster, STATE_DIR, there, about, checksum=False, progress=_quiet)
         places = [path.relative_to(there) for path in find(there)]
         for place in places:
@@ -62,7 +55,7 @@ def pull(provider: Provider, cluster: str, to: Path, progress: Progress) -> list
         # By their names: what is finished from now on was not compared, and is the next pull's.
         patterns = [*(f"{glob.escape(str(place))}/**" for place in places), *_METRICS]
 
-        noted, touched = _read(there / note), time.monotonic()
+        noted, touched = _read(there / PULLED), time.monotonic()
 
         def telling(arrived: int, share: float) -> None:
             """A long pull is work: the note is written anew, else the server goes idle under it."""
@@ -85,7 +78,7 @@ def pull(provider: Provider, cluster: str, to: Path, progress: Progress) -> list
         if fetch(checksum=False) and (faults := fetch(checksum=True)):
             raise DamagedCheckpoint(f"A checkpoint came home damaged: {faults[0]}")
         pulled = [_about(to / place, new=place not in before) for place in present()]
-        safe = "".join(f"{it.project}/{it.model}/{it.step:04}\n" for it in pulled)
+        safe = "".join(f"{checkpoint_name(it.path)}\n" for it in pulled)
         if safe != noted:  # also where an interrupted pull brought it, and not this
             write(safe)
     return pulled
@@ -173,13 +166,13 @@ def find(directory: Path) -> list[Path]:
     """The checkpoints below `directory`, in the order of their steps."""
     found = [
         path
-        for path in directory.glob("*/models/*/checkpoints/*")
-        if path.is_dir() and _STEP.fullmatch(path.name)
+        for path in directory.glob(CHECKPOINT_GLOB)
+        if path.is_dir() and STEP_NAME.fullmatch(path.name)
     ]
     return sorted(found, key=lambda path: (path.parent, int(path.name)))
 
 
 def _about(path: Path, *, new: bool) -> PulledCheckpoint:
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    project, _, model, _, step = path.parts[-5:]
+    project, model, step = checkpoint_name(path).split("/")
     return PulledCheckpoint(project, model, int(step), path, size, new)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from kit.state_dir import LOGS
 from launcher import bundle, checkpoints
 from launcher.checkpoints import PulledCheckpoint
 from launcher.early import Early
@@ -162,7 +163,7 @@ class Cluster:
         """
         out = out or sys.stdout
         if run_id in _PROCESSES:
-            path = f"{STATE_DIR}/logs/{_PROCESSES[run_id]}.log"
+            path = f"{STATE_DIR}/{LOGS}/{_PROCESSES[run_id]}.log"
             self.provider.read(self.name, path, follow=follow, tail=tail, out=out)
             return
         if run_id not in (None, SERVER) and not run_id.isdecimal():

@@ -7,11 +7,12 @@ import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from kit.state_dir import STATE_DIR
 from launcher.errors import ProviderError, TaskError
 
 SKYIGNORE = ".skyignore"
 # Whatever an ignore file says: secrets, and what the cluster makes for itself.
-_NEVER = ("/.env", "/.venv/", "/.art/", "/.git/")
+_NEVER = ("/.env", "/.venv/", f"/{STATE_DIR}/", "/.git/")
 
 
 def select(workdir: Path) -> list[str]:

@@ -10,11 +10,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol, TextIO
 
+from kit import state_dir
 from launcher.errors import RunNotFound
 from launcher.task import Task
 
 WORKDIR = "sky_workdir"
-STATE_DIR = f"{WORKDIR}/.art"
+STATE_DIR = f"{WORKDIR}/{state_dir.STATE_DIR}"
 """Where `trainer serve` keeps its checkpoints, below the home of a cluster."""
 SERVER = "server"
 """In place of a run's id: the newest run of the task itself."""

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from kit.config import Location, read_yaml
 from kit.settings import read_env_file, variables
+from kit.state_dir import STATE_DIR
 from launcher.errors import TaskError
 from launcher.lease import AUTOSTOP, DEFAULTS, Lease
 from launcher.settings import OPTIONAL_SECRETS, Settings, made_up_key
@@ -93,7 +94,7 @@ class Task:
         if settings.bucket:
             config["file_mounts"] = {
                 **(config.get("file_mounts") or {}),
-                "~/sky_workdir/.art": {"source": settings.bucket, "mode": "MOUNT_CACHED"},
+                f"~/sky_workdir/{STATE_DIR}": {"source": settings.bucket, "mode": "MOUNT_CACHED"},
             }
             values["ART_BUCKET"] = settings.bucket  # the server tells what is safe there
         if "autostop" not in json.dumps(config.get("resources")):

@@ -6,7 +6,6 @@ written in a temporary directory and renamed. No torch here, and nothing is unpi
 
 import logging
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Callable, Collection
@@ -15,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from kit.manifest import damage, read_manifest, write_manifest
+from kit.state_dir import STEP_NAME, step_name
 from trainer import faults
 from trainer.errors import CheckpointError, DiskFull, NotFound
 
 logger = logging.getLogger(__name__)
-NAME = re.compile(r"\d{4,}")
 
 
 def path_of(checkpoints: Path, step: int) -> Path:
     """Where the checkpoint of `step` is, or would be."""
-    return checkpoints / f"{step:04d}"
+    return checkpoints / step_name(step)
 
 
 def list_steps(checkpoints: Path) -> list[int]:
@@ -174,7 +173,7 @@ def _steps_on_disk(checkpoints: Path) -> list[int]:
     return sorted(
         int(path.name)
         for path in checkpoints.iterdir()
-        if NAME.fullmatch(path.name) and path.is_dir()
+        if STEP_NAME.fullmatch(path.name) and path.is_dir()
     )
 
 

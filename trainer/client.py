@@ -15,10 +15,10 @@ from typing import Any
 
 import httpx
 
+from kit.types import Json
 from trainer.errors import BadRequest, Conflict, NotFound, NotReady, TrainerError, Unsupported
 
 logger = logging.getLogger(__name__)
-Json = dict[str, Any]
 
 # Training and loading take as long as they take; only a server that is not there is an error.
 _TIMEOUT = httpx.Timeout(None, connect=10.0)

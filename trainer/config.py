@@ -8,6 +8,7 @@ from pydantic import Field, SecretStr
 
 from kit.config import Config, validate
 from kit.settings import Env
+from kit.state_dir import STATE_DIR
 
 DEVICES = r"^\d+(,\d+)*$"
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -197,7 +198,7 @@ class ServerConfig(Config):
     """Port of the control API."""
     openai_port: int = Field(8000, ge=0, le=65535)
     """Port of the OpenAI-compatible API."""
-    state_dir: str = ".art"
+    state_dir: str = STATE_DIR
     """Where models, checkpoints and logs live."""
     engine_devices: str | None = Field(None, pattern=DEVICES)
     """GPUs of the engine, such as `0,1`; None is its share of those that are not the learner's."""
@@ -254,7 +255,7 @@ class NodeConfig(Config):
     """GPUs of the engine, such as `0,1`; None is its share of those that are not the learner's."""
     learner_devices: str | None = Field(None, pattern=DEVICES)
     """GPUs of the learner, one process each; None is those that are not the engine's."""
-    node_dir: str = ".art/nodes"
+    node_dir: str = f"{STATE_DIR}/nodes"
     """Where LoRAs and logs live, in a directory of the machine's name."""
     api_key: Annotated[SecretStr | None, Env("ART_API_KEY")] = None
     """The server's key."""

@@ -5,11 +5,10 @@ Each check looks at what the server logged per step and gives a finding, or noth
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from kit.types import Json
 from trainer.runs import Run
 
-Json = dict[str, Any]
 RECENT = 10  # steps that count
 
 

@@ -5,12 +5,11 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from kit.manifest import damage, read_manifest
+from kit.manifest import MANIFEST, damage, read_manifest
+from kit.state_dir import CHECKPOINTS, HISTORY, MODEL_GLOB, checkpoint_path
+from kit.types import Json
 from trainer.errors import NotFound
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -23,24 +22,24 @@ class Run:
 
     def steps(self) -> list[int]:
         """Steps on disk, lowest first, whole or not: nothing is hashed here."""
-        found = self.directory.glob("checkpoints/[0-9]*/manifest.json")
+        found = self.directory.glob(f"{CHECKPOINTS}/[0-9]*/{MANIFEST}")
         return sorted(int(path.parent.name) for path in found)
 
     def damaged(self) -> list[str]:
         return [
             fault
             for step in self.steps()
-            for fault in damage(self.directory / "checkpoints" / f"{step:04d}")
+            for fault in damage(checkpoint_path(self.directory, step))
         ]
 
     def base_model(self) -> str | None:
         steps = self.steps()
-        path = self.directory / "checkpoints" / f"{steps[-1]:04d}" if steps else self.directory
+        path = checkpoint_path(self.directory, steps[-1]) if steps else self.directory
         return (read_manifest(path) or {}).get("base_model")
 
     def history(self) -> list[Json]:
         """One object a step, as the server logged them; a line cut off by a crash is left out."""
-        path = self.directory / "history.jsonl"
+        path = self.directory / HISTORY
         if not path.is_file():
             return []
         found = []
@@ -52,7 +51,7 @@ class Run:
 
 def runs(state: Path) -> Iterator[Run]:
     """Every run under `state`, by project and name."""
-    for directory in sorted(state.glob("*/models/*")):
+    for directory in sorted(state.glob(MODEL_GLOB)):
         if directory.is_dir():
             yield Run(directory.parent.parent.name, directory.name, directory)
 

@@ -14,6 +14,7 @@ import click
 import kit.cli
 from examples.temporal_clue import quickstart
 from kit.settings import gather
+from kit.state_dir import STATE_DIR
 from launcher import Cluster, Task
 from launcher.local.provider import LocalProvider
 from launcher.settings import read
@@ -56,7 +57,7 @@ def main(epochs: int, seed: int) -> None:
         model = task.envs["BASE_MODEL"]
         patience = ", some minutes on two cores" if wanted.size == "tiny" else ""
         kit.cli.note(f"The backend is up; training `{model}` on puzzles{patience}")
-        state = provider.workdir(cluster.name) / ".art"
+        state = provider.workdir(cluster.name) / STATE_DIR
         port, openai_port = map(str, cluster.ports)
         ports = ("--port", port, "--openai-port", openai_port)
         asked = ("--state-dir", str(state), "--size", wanted.size, "--base-model", model)

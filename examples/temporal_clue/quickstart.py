@@ -16,6 +16,7 @@ import click
 from click.core import ParameterSource
 
 import kit.cli
+from kit.state_dir import checkpoint_path, model_path
 from trainer.harness.components import ArtTrainerAdapterConfig
 from trainer.harness.epoch_rules import BackendBehind
 from trainer.harness.finetune import Result, finetune
@@ -133,7 +134,7 @@ def report(
     backend = adapter.backend
     step = history.metrics[-1]["step"]
     steps = "1 step" if history.epoch == 1 else f"{history.epoch} steps"
-    checkpoint = f"{state}/{backend.project}/models/{backend.name}/checkpoints/{step:04d}"
+    checkpoint = checkpoint_path(model_path(Path(state), backend.project, backend.name), step)
     url = result.config.llms["policy"].base_url
     # A bound: without one, what a small model repeats goes on to the end of its context.
     ask = {"model": backend.name, "messages": [ASK], "temperature": 0, "max_tokens": 64}

@@ -163,7 +163,7 @@ def _config(task: Task, command: str, settings: Settings, state_dir: str | None)
             )
         mounts.pop(f"~/{STATE_DIR}", None)
         where = shlex.quote(state_dir)
-        state = f"mkdir -p {where} && ln -sfn {where} .art || exit 1"
+        state = f"mkdir -p {where} && ln -sfn {where} {state_dir.STATE_DIR} || exit 1"
     elif f"~/{STATE_DIR}" not in mounts:
         raise LauncherError(
             "A managed run has no place that outlives its cluster",

@@ -7,17 +7,16 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from kit.errors import ConfigError, NotInstalled
+from kit.types import Json
 from trainer.config import ServerConfig
 from trainer.engines import vllm_args
 from trainer.engines.embedded import EmbeddedEngine
 from trainer.engines.engine import Engine
 from trainer.engines.gpus import are_shared, has_cuda, share_out
 from trainer.engines.vllm import VllmEngine
-
-Json = dict[str, Any]
 
 
 def placed(

@@ -45,7 +45,7 @@ class EmbeddedEngine:
         await self._worker.stop()
 
     async def configure(self, arguments: Mapping[str, Any]) -> None:
-        """Nothing to do: `trainer.server.client_settings` refuses what would need something done."""
+        """Do nothing: `server.client_settings` refuses every argument."""
 
     async def make_room(self) -> bool:
         return False

@@ -15,6 +15,7 @@ from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from kit.types import Json
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines import vllm_args
 from trainer.engines.engine import Delta, SampleRequest
@@ -25,7 +26,6 @@ from trainer.processes.worker import visible
 
 logger = logging.getLogger(__name__)
 KEPT = 4  # LoRAs that stay loaded; older ones are loaded again when they are asked for
-Json = dict[str, Any]
 
 
 class VllmEngine:

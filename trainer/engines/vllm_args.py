@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kit.types import Json
 from trainer.base_model.precision import dtype_name
 from trainer.engines.gpus import cards_asked_for
 from trainer.errors import Unsupported
 
-Json = dict[str, Any]
 BASE = "base"  # what vLLM calls the model without a LoRA
 # The ranks that vLLM has kernels for.
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)

@@ -1,13 +1,10 @@
 """One choice of a request to vLLM: from the rows of its answer to deltas."""
 
-from typing import Any
-
+from kit.types import Json
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.engine import Delta
 from trainer.engines.text import TextStream
 from trainer.errors import TrainerError
-
-Json = dict[str, Any]
 
 
 class Choice:

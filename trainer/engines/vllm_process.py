@@ -12,16 +12,16 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import httpx
 
+from kit.types import Json
 from trainer.engines import vllm_log
 from trainer.errors import BadRequest, NotFound, TrainerError, WorkerDied
 from trainer.processes.process_group import members
 
 logger = logging.getLogger(__name__)
-Json = dict[str, Any]
 TELL_EVERY = 5.0  # seconds between two lines about a start
 STOP_WITHIN = 12.0  # seconds; `process_group` ends the group after 8
 

@@ -6,10 +6,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from kit.errors import ConfigError
+from kit.types import Json
 from trainer.errors import TrainerError
 from trainer.harness.config import EarlyStopping
 from trainer.harness.metrics import reward_summary
-from trainer.harness.types import Json, Trajectory, TrajectoryCollection
+from trainer.harness.types import Trajectory, TrajectoryCollection
 
 
 def teaching(groups: Sequence[list[Trajectory]]) -> list[list[Trajectory]]:

@@ -9,14 +9,14 @@ import fcntl
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from kit.errors import ConfigError
+from kit.types import Json
 from trainer.harness.curriculum import CurriculumState
 from trainer.harness.metrics import read_json, read_jsonl, write_json, write_jsonl
 from trainer.harness.types import TrajectoryCollection
 
-Json = dict[str, Any]
 STATE = "finetune_state.json"
 PENDING = "pending_epoch.json"
 METRICS = "training_metrics.jsonl"

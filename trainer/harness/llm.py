@@ -14,9 +14,10 @@ from urllib.parse import quote, urlsplit
 
 import httpx
 
+from kit.types import Json
 from trainer.errors import TrainerError
 from trainer.harness.config import LlmConfig
-from trainer.harness.types import Completion, Example, Json
+from trainer.harness.types import Completion, Example
 
 _NOTHING = "Nothing was sampled in rollout"  # how a gateway that records says so
 FUNCTION_MARK = "~"  # between a rollout's id and the name of the part that calls

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from kit.types import Json
 from trainer.harness.types import WorkflowRun
-
-Json = dict[str, Any]
 
 
 def reward_summary(rewards: Sequence[float], prefix: str = "") -> dict[str, float]:

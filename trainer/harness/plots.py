@@ -2,11 +2,9 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from kit.errors import NotInstalled
-
-Json = dict[str, Any]
+from kit.types import Json
 
 
 def check_installed() -> None:

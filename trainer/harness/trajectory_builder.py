@@ -5,12 +5,13 @@ import logging
 import random
 from collections.abc import Sequence
 
+from kit.types import Json
 from trainer.harness import episodes
 from trainer.harness.components import ArtTrajectoryBuilderConfig
 from trainer.harness.context import Context
 from trainer.harness.metrics import mean_metrics, write_jsonl
 from trainer.harness.runner import failures, record, warn_of_failures
-from trainer.harness.types import Example, Json, Trajectory, TrajectoryCollection, WorkflowRun
+from trainer.harness.types import Example, Trajectory, TrajectoryCollection, WorkflowRun
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 import pydantic
 
-Json = dict[str, Any]
-
+from kit.types import Json
 
 # Running the workflow
 

@@ -1,4 +1,4 @@
-"""The user's own code: found by `module:name`, and called, sync or async, without blocking others."""
+"""The user's own code: found by `module:name`, and called without blocking others."""
 
 import asyncio
 import contextlib

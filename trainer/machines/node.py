@@ -22,6 +22,8 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidHandshake, InvalidStatus, WebSocketException
 
 from kit.errors import ConfigError, KitError
+from kit.state_dir import LOGS
+from kit.types import Json
 from trainer.base_model.resolve import resolve
 from trainer.config import LoraConfig, NodeConfig, ServerConfig
 from trainer.engines.choose import create_engine, placed
@@ -30,7 +32,7 @@ from trainer.errors import NotFound, TrainerError
 from trainer.machines.link import MAX_BYTES
 from trainer.machines.lora_files import Hashes, LoraStore
 from trainer.machines.peers import Peers
-from trainer.processes.rpc import Json, write_error
+from trainer.processes.rpc import write_error
 
 logger = logging.getLogger(__name__)
 TELL_EVERY = 60.0  # seconds between two lines about a head that is not there
@@ -55,7 +57,7 @@ class Node:
         self._begun: Json = {}
         self._engine: Engine | None = None
         self._loras: dict[str, Path] = {}
-        self._peers = Peers(self._directory / "logs" / "learner.log")
+        self._peers = Peers(self._directory / LOGS / "learner.log")
         self._handlers: dict[str, Callable[..., Any]] = {
             "begin": self._begin,
             "configure": self._configure,
@@ -191,7 +193,7 @@ class Node:
             await self._engine.stop()
             self._engine = None
         if self._engine is None:
-            logs = self._directory / "logs"
+            logs = self._directory / LOGS
             self._engine = create_engine(config, directory, logs, trains=trains)
             self._begun, self._loras = same, {}
             await self._engine.configure(asked)

@@ -52,7 +52,7 @@ class Meeting:
 
 
 def with_other_machines(own: Engine, config: ServerConfig, base_model: str) -> Engine:
-    """Let other machines join `own` where `config` says on which address; otherwise `own` itself."""
+    """Let other machines join `own` on the address in `config`; without one, return `own`."""
     if config.nodes_host is None:
         return own
     assert config.api_key  # without one the server does not start

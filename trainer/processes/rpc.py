@@ -11,11 +11,10 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from kit.errors import KitError
+from kit.types import Json
 from trainer import errors
 from trainer.errors import TrainerError
 from trainer.processes.large_json import is_large, pieces
-
-Json = dict[str, Any]
 
 
 class Calls:

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from kit.errors import KitError
+from kit.types import Json
 from trainer.errors import OutOfMemory, TrainerError, WorkerDied
-from trainer.processes.rpc import Calls, Json, write_error
+from trainer.processes.rpc import Calls, write_error
 
 logger = logging.getLogger(__name__)
 PARENT_VARIABLE = "ART_PARENT_PID"  # who started a process, which may be gone before it asks

@@ -9,7 +9,6 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -18,6 +17,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
 from kit.errors import ConfigError, KitError
+from kit.types import Json
 from trainer.config import ServerConfig
 from trainer.errors import TrainerError
 from trainer.server import guard
@@ -27,7 +27,6 @@ from trainer.server.lease import farewell, minutes_since_pull
 from trainer.server.routes import art, openai, preview, rollouts
 
 logger = logging.getLogger(__name__)
-Json = dict[str, Any]
 
 
 def create_app(config: ServerConfig, backend: Backend) -> FastAPI:

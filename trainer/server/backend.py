@@ -7,8 +7,9 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from pathlib import Path
-from typing import Any
 
+from kit.state_dir import LOGS
+from kit.types import Json
 from trainer.base_model.resolve import resolve
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.config import ServerConfig
@@ -31,7 +32,6 @@ from trainer.server.wandb_reports import Reports
 from trainer.server.wire import ModelWire, TrainRequest
 
 logger = logging.getLogger(__name__)
-Json = dict[str, Any]
 WrapEngine = Callable[[Engine, Path], Engine]  # of the engine and the base model's directory
 
 
@@ -51,7 +51,7 @@ class Backend:
         self.ledger = Ledger(state / "ledger.db")
         self.rollouts = Rollouts(state / "rollouts.db")
         self.metrics = Metrics()
-        self._logs = state / "logs"
+        self._logs = state / LOGS
         self._engine: Engine | None = None
         self._learner: Learner | None = None
         self._gate = Gate()

@@ -10,6 +10,7 @@ from typing import Any
 
 from kit.config import ConfigT, validate
 from kit.errors import ConfigError
+from kit.types import Json
 from trainer.config import (
     GrpoConfig,
     LoraConfig,
@@ -24,7 +25,6 @@ from trainer.server.models import Model
 from trainer.server.wire import ModelWire, TrainRequest, without_nulls
 
 logger = logging.getLogger(__name__)
-Json = dict[str, Any]
 
 # PEFT's names of what shapes a LoRA, and ours.
 _PEFT = {"r": "rank", "lora_alpha": "alpha", "target_modules": "targets", "random_state": "seed"}

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kit.state_dir import HISTORY, TRAJECTORIES, step_name
+from kit.types import Json
 from trainer.errors import BadRequest
 
 logger = logging.getLogger(__name__)
-Json = dict[str, Any]
 
 
 def log(directory: Path, step: int, groups: Sequence[Json], split: str) -> dict[str, float]:
@@ -29,7 +30,7 @@ def log(directory: Path, step: int, groups: Sequence[Json], split: str) -> dict[
 
 def store(directory: Path, step: int, groups: Sequence[Json], split: str) -> None:
     """Keep the trajectories of `groups`; a second call in the same step adds to the first."""
-    path = directory / "trajectories" / split / f"{step:04d}.jsonl"
+    path = directory / TRAJECTORIES / split / f"{step_name(step)}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         for group in groups:
@@ -38,7 +39,7 @@ def store(directory: Path, step: int, groups: Sequence[Json], split: str) -> Non
 
 def append(directory: Path, line: Json) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "history.jsonl").open("a", encoding="utf-8") as file:
+    with (directory / HISTORY).open("a", encoding="utf-8") as file:
         file.write(json.dumps({**line, "recorded_at": time.time()}) + "\n")
 
 
@@ -68,7 +69,7 @@ def averages(groups: Sequence[Json]) -> dict[str, float]:
 def by_step(directory: Path) -> dict[int, dict[str, float]]:
     """The mean of every metric that was logged, for each step."""
     found: dict[int, dict[str, list[float]]] = {}
-    for line in _lines(directory / "history.jsonl"):
+    for line in _lines(directory / HISTORY):
         metrics = found.setdefault(int(line.pop("step")), {})
         line.pop("recorded_at", None)
         for name, value in line.items():

@@ -11,13 +11,13 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from kit.state_dir import MODEL_GLOB
+from kit.types import Json
 from trainer.errors import DiskFull
 from trainer.processes.large_json import parse, pieces
 
 logger = logging.getLogger(__name__)
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Journal:
 
 def interrupted(state: Path, base_model: str | None) -> Iterator[Request]:
     """The steps of `base_model` that a server left unfinished, or not yet safe on the disk."""
-    journals = state.glob("*/models/*/journal*.json")
+    journals = state.glob(f"{MODEL_GLOB}/journal*.json")
     for directory in sorted({path.parent for path in journals}):
         journal = Journal(directory)
         request = journal.pending() or journal.unsynced()

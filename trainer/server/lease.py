@@ -4,8 +4,7 @@ import math
 import time
 from pathlib import Path
 
-PULLED = "pulled"
-"""File of the state directory in which `launcher pull` notes what is safe: PROJECT/NAME/STEP."""
+from kit.state_dir import CHECKPOINT_GLOB, PULLED, checkpoint_name
 
 
 def farewell(state: Path, bucket: str | None) -> list[str]:
@@ -37,8 +36,8 @@ def unpulled(state: Path) -> list[str]:
     except OSError:
         safe = set()
     found = [
-        f"{path.parts[-5]}/{path.parts[-3]}/{path.name}"
-        for path in sorted(state.glob("*/models/*/checkpoints/[0-9]*"))
+        checkpoint_name(path)
+        for path in sorted(state.glob(CHECKPOINT_GLOB))
         if path.name.isdigit() and int(path.name) > 0  # step 0 is made, not trained
     ]
     return [name for name in found if name not in safe]

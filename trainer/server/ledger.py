@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from kit.types import Json
 from trainer import exact_tokens
 from trainer.exact_tokens import PREFIX
 
-Json = dict[str, Any]
 # Of hundreds of thousands of tokens in a step: no line of Python for each of them.
 _TOKEN_AND_LOGPROB = itemgetter("token", "logprob")
 

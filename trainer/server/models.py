@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.manifest import damage, read_manifest
+from kit.state_dir import CHECKPOINTS, model_path
 from trainer import checkpoint
 from trainer.config import LoraConfig
 from trainer.engines.engine import SampleRequest
@@ -50,7 +51,7 @@ class Model:
 
     @property
     def checkpoints(self) -> Path:
-        return self.directory / "checkpoints"
+        return self.directory / CHECKPOINTS
 
     @cached_property
     def journal(self) -> Journal:
@@ -202,7 +203,7 @@ class Models:
 
     def directory(self, wire: ModelWire) -> Path:
         """Where the files of a model are, trainable or not."""
-        return self.state / wire.project / "models" / wire.name
+        return model_path(self.state, wire.project, wire.name)
 
     def served_names(self) -> list[str]:
         """Every name a completion may ask for."""

@@ -8,9 +8,8 @@ import json
 import sqlite3
 import time
 from pathlib import Path
-from typing import Any
 
-Json = dict[str, Any]
+from kit.types import Json
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS said (

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Collection
 from pathlib import Path
 
+from kit.state_dir import CHECKPOINTS, MODELS, STEP_NAME, model_path, step_name
 from trainer import checkpoint
 from trainer.errors import BadRequest, Conflict, NotFound, Unsupported
 from trainer.server.backend import Backend
@@ -38,21 +39,21 @@ async def fork(backend: Backend, model: Model, request: ForkRequest) -> None:
     await _wait_until_idle(backend, model)
     project = request.from_project or model.project
     with tempfile.TemporaryDirectory() as temporary:
-        source = backend.models.state / project / "models" / request.from_model
+        source = model_path(backend.models.state, project, request.from_model)
         if request.from_s3_bucket:
             source = Path(temporary)
             s3 = _s3_path(request.from_s3_bucket, request.prefix, project, request.from_model)
-            target = str(source / "checkpoints")
-            await _aws("s3", "sync", f"{s3}/checkpoints", target, verbose=request.verbose)
+            target = str(source / CHECKPOINTS)
+            await _aws("s3", "sync", f"{s3}/{CHECKPOINTS}", target, verbose=request.verbose)
         step = await asyncio.to_thread(
-            _newest, source / "checkpoints", request.not_after_step, request.from_model
+            _newest, source / CHECKPOINTS, request.not_after_step, request.from_model
         )
         if step <= model.step:
             raise Conflict(
                 f"Model `{model.name}` is at step `{model.step}`, the fork would be at `{step}`",
                 hint="Fork into a new model",
             )
-        path = checkpoint.path_of(source / "checkpoints", step)
+        path = checkpoint.path_of(source / CHECKPOINTS, step)
         lora = model.lora.model_dump(mode="json", exclude={"seed"})
         about = await asyncio.to_thread(checkpoint.verify, path)
         if about.get("base_model") != backend.models.base_model or about.get("lora") != lora:
@@ -70,7 +71,7 @@ async def push(backend: Backend, model: Model, request: S3Request) -> None:
         raise BadRequest("A push has no `only_step`", hint="Remove it; it is for pulls")
     s3 = _s3_path(request.s3_bucket, request.prefix, model.project, model.name)
     # What is half made, or only means something to this server, stays here.
-    flags = ["--exclude", "journal*", "--exclude", "checkpoints/.*"]
+    flags = ["--exclude", "journal*", "--exclude", f"{CHECKPOINTS}/.*"]
     await _aws(
         "s3",
         "sync",
@@ -91,10 +92,10 @@ async def pull(backend: Backend, model: Model, request: S3Request) -> None:
         await _aws("s3", "sync", s3, local, *_delete_flag(request), verbose=request.verbose)
     else:
         step = request.only_step
-        wanted = f"{step:04d}" if isinstance(step, int) else await _latest_on_s3(s3)
-        target = f"{local}/checkpoints/{wanted}"
+        wanted = step_name(step) if isinstance(step, int) else await _latest_on_s3(s3)
+        target = f"{local}/{CHECKPOINTS}/{wanted}"
         await _aws(
-            *("s3", "sync", f"{s3}/checkpoints/{wanted}", target, *_delete_flag(request)),
+            *("s3", "sync", f"{s3}/{CHECKPOINTS}/{wanted}", target, *_delete_flag(request)),
             verbose=request.verbose,
         )
         if not Path(target).is_dir():
@@ -108,9 +109,9 @@ async def pull(backend: Backend, model: Model, request: S3Request) -> None:
 
 
 async def _latest_on_s3(s3: str) -> str:
-    listing = await _aws("s3", "ls", f"{s3}/checkpoints/")
+    listing = await _aws("s3", "ls", f"{s3}/{CHECKPOINTS}/")
     names = [line.split()[-1].strip("/") for line in listing.splitlines() if line.strip()]
-    steps = [name for name in names if checkpoint.NAME.fullmatch(name)]
+    steps = [name for name in names if STEP_NAME.fullmatch(name)]
     if not steps:
         raise NotFound(f"There is no checkpoint in `{s3}`", hint="Check the bucket and the prefix")
     return max(steps, key=int)
@@ -147,7 +148,7 @@ def _s3_path(bucket: str | None, prefix: str | None, project: str, name: str) ->
     parts = [part for part in (prefix or "").split("/") if part]
     if ".." in parts:
         raise BadRequest(f"The prefix `{prefix}` leaves its bucket", hint="Remove the `..`")
-    return "/".join([f"s3://{bucket}", *parts, project, "models", name])
+    return "/".join([f"s3://{bucket}", *parts, project, MODELS, name])
 
 
 def _delete_flag(request: S3Request) -> list[str]:

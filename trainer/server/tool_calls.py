@@ -2,10 +2,10 @@
 
 import json
 import uuid
-from typing import Any
+
+from kit.types import Json
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-Json = dict[str, Any]
 
 
 class ToolCallParser:

@@ -9,8 +9,8 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
 
+from kit.types import Json
 from trainer import checkpoint, faults
 from trainer.config import read_step_config
 from trainer.errors import OutOfMemory, TrainerError, WorkerDied
@@ -24,7 +24,6 @@ from trainer.server.prometheus import Metrics
 from trainer.server.wandb_reports import Reports
 
 logger = logging.getLogger(__name__)
-Json = dict[str, Any]
 ATTEMPTS = 3  # a learner that dies so often on one request would die on it for ever
 
 

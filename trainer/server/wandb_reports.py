@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kit.state_dir import LOGS
+from kit.types import Json
 from trainer.errors import TrainerError
 from trainer.processes.worker import Worker
 
 logger = logging.getLogger(__name__)
-Json = dict[str, Any]
 PATIENCE = 10.0  # seconds that a server which stops gives the last rows
 
 
@@ -34,7 +35,7 @@ class Reports:
         self._key = key
         self._state = state
         self._worker = Worker(
-            "W&B", "trainer.server.wandb_worker", [], log=state / "logs" / "wandb.log"
+            "W&B", "trainer.server.wandb_worker", [], log=state / LOGS / "wandb.log"
         )
         self._rows: asyncio.Queue[Json] = asyncio.Queue()
         self._sending: asyncio.Task[None] | None = None

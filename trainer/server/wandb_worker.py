@@ -5,9 +5,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from kit.types import Json
 from trainer.processes import worker as channel
-
-Json = dict[str, Any]
 
 
 class Runs:

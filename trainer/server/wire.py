@@ -5,14 +5,14 @@ ignored, as upstream does, while settings inside it are honoured or refused by n
 """
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pydantic
 
+from kit.types import Json
+
 # A name becomes a directory: no separators, no leading dot, no surprises.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-
-Json = dict[str, Any]
 
 
 def _is_a_plain_name(value: str) -> str:

@@ -3,11 +3,12 @@
 import json
 import logging
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
 from fastapi.responses import StreamingResponse
 
+from kit.types import Json
 from trainer import checkpoint, faults
 from trainer.errors import Unsupported
 from trainer.server import history, storage
@@ -28,7 +29,6 @@ from trainer.server.wire import (
 )
 
 logger = logging.getLogger(__name__)
-Json = dict[str, Any]
 
 
 def routes(backend: Backend) -> APIRouter:

@@ -5,12 +5,12 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Any
 
 import pydantic
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from kit.types import Json
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.engine import Delta, SampleRequest
 from trainer.errors import BadRequest, Unsupported
@@ -18,8 +18,6 @@ from trainer.exact_tokens import PREFIX
 from trainer.server.backend import Backend
 from trainer.server.disconnects import ClosingStream, while_connected
 from trainer.server.tool_calls import ToolCallParser
-
-Json = dict[str, Any]
 
 # Values that ask for nothing: clients send them unasked. Anything else is refused by name.
 _NEUTRAL: Json = {

@@ -4,12 +4,13 @@ Ids are made of what they stand for, so that they survive a restart of the serve
 `PROJECT~NAME`, a training job `PROJECT~NAME~STEP`, an event its number.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import pydantic
 from fastapi import APIRouter, Depends, Query
 
 from kit.errors import KitError
+from kit.types import Json
 from trainer.errors import BadRequest, Conflict, NotFound
 from trainer.server import history, storage
 from trainer.server.backend import Backend
@@ -17,7 +18,6 @@ from trainer.server.large_bodies import large
 from trainer.server.models import Model
 from trainer.server.wire import Groups, ModelWire, PlainName, TrainRequest, without_nulls
 
-Json = dict[str, Any]
 ENTITY = "art-cluster"  # the client insists on one
 PAGE = 100
 

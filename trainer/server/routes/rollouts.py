@@ -5,14 +5,11 @@ An agent of any framework is pointed at that URL and nothing else of it is touch
 messages that it answered.
 """
 
-from typing import Any
-
 from fastapi import APIRouter
 
+from kit.types import Json
 from trainer.errors import NotFound
 from trainer.server.backend import Backend
-
-Json = dict[str, Any]
 
 
 def routes(backend: Backend) -> APIRouter:

@@ -1,0 +1,6 @@
+"""Types that both programs share."""
+
+from typing import Any
+
+Json = dict[str, Any]
+"""A JSON object."""
