@@ -10,7 +10,6 @@ from typing import TextIO
 from kit.state_dir import LOGS
 from launcher import bundle, checkpoints
 from launcher.checkpoints import PulledCheckpoint
-from launcher.early import Early
 from launcher.endpoints import Endpoints, is_healthy
 from launcher.errors import ClusterNotFound, LauncherError, RunNotFound
 from launcher.files import select
@@ -27,9 +26,8 @@ from launcher.provider import (
     Sent,
     live_server,
 )
-from launcher.server import ended_early, kept
 from launcher.settings import Settings, read
-from launcher.showing import Showing
+from launcher.startup import Early, Showing, ended_early, kept
 from launcher.state import (
     launching,
     note_ports,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from launcher.early import Early
+from launcher.startup import Early
 
 
 def test_it_opens_beside_the_caller_once_and_is_closed() -> None:

@@ -2,7 +2,7 @@ import io
 import threading
 from typing import TextIO
 
-from launcher.showing import Showing
+from launcher.startup import Showing
 
 
 def test_a_log_is_shown_once_and_only_while_somebody_waits() -> None:
