@@ -10,7 +10,7 @@ from pathlib import Path
 from kit.manifest import MANIFEST
 from kit.state_dir import CHECKPOINT_GLOB, HISTORY_GLOB, LOGS
 from launcher.errors import LauncherError
-from launcher.provider import STATE_DIR, Provider
+from launcher.provider import CLUSTER_STATE_DIR, Provider
 from launcher.settings import MADE_UP_KEY
 
 _FILES = (
@@ -34,7 +34,12 @@ def pack(provider: Provider, cluster: str, to: Path, secrets: Sequence[str]) -> 
                 provider.logs(cluster, run.id, follow=False, tail=0, out=out)
             (base / f"run-{run.id}-{run.name}-{run.status}.log").write_text(out.getvalue())
         provider.fetch(
-            cluster, STATE_DIR, base / "art", _FILES, checksum=False, progress=lambda *_: None
+            cluster,
+            CLUSTER_STATE_DIR,
+            base / "art",
+            _FILES,
+            checksum=False,
+            progress=lambda *_: None,
         )
         names = []
         try:

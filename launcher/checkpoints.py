@@ -13,7 +13,7 @@ from pathlib import Path
 from kit.manifest import MANIFEST, damage, read_manifest
 from kit.state_dir import CHECKPOINT_GLOB, HISTORY_GLOB, PULLED, STEP_NAME, checkpoint_name
 from launcher.errors import DamagedCheckpoint, LauncherError, ProviderError, RemoteError
-from launcher.provider import STATE_DIR, Progress, Provider
+from launcher.provider import CLUSTER_STATE_DIR, Progress, Provider
 
 logger = logging.getLogger(__name__)
 _METRICS = (HISTORY_GLOB, "*/training_metrics.jsonl", "*/reward_plot.png")
@@ -40,13 +40,13 @@ def pull(provider: Provider, cluster: str, to: Path, progress: Progress) -> list
     What else is below `to`, of other clusters and earlier ones, is neither touched nor looked at.
     """
     with (
-        provider.writing(cluster, f"{STATE_DIR}/{PULLED}") as write,
+        provider.writing(cluster, f"{CLUSTER_STATE_DIR}/{PULLED}") as write,
         _translated(to),
         tempfile.TemporaryDirectory() as directory,
     ):
         there = Path(directory)
         about = (f"{CHECKPOINT_GLOB}/{MANIFEST}", PULLED)
-        provider.fetch(cluster, STATE_DIR, there, about, checksum=False, progress=_quiet)
+        provider.fetch(cluster, CLUSTER_STATE_DIR, there, about, checksum=False, progress=_quiet)
         places = [path.relative_to(there) for path in find(there)]
         for place in places:
             if _is_another(there / place, to / place):
@@ -67,7 +67,9 @@ def pull(provider: Provider, cluster: str, to: Path, progress: Progress) -> list
             progress(arrived, share)
 
         def fetch(*, checksum: bool) -> list[str]:
-            provider.fetch(cluster, STATE_DIR, to, patterns, checksum=checksum, progress=telling)
+            provider.fetch(
+                cluster, CLUSTER_STATE_DIR, to, patterns, checksum=checksum, progress=telling
+            )
             return [fault for place in present() for fault in damage(to / place)]
 
         def present() -> list[Path]:

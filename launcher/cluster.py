@@ -15,8 +15,8 @@ from launcher.errors import ClusterNotFound, LauncherError, RunNotFound
 from launcher.files import select
 from launcher.lease import told
 from launcher.provider import (
+    CLUSTER_STATE_DIR,
     SERVER,
-    STATE_DIR,
     ClusterInfo,
     Cost,
     Progress,
@@ -161,7 +161,7 @@ class Cluster:
         """
         out = out or sys.stdout
         if run_id in _PROCESSES:
-            path = f"{STATE_DIR}/{LOGS}/{_PROCESSES[run_id]}.log"
+            path = f"{CLUSTER_STATE_DIR}/{LOGS}/{_PROCESSES[run_id]}.log"
             self.provider.read(self.name, path, follow=follow, tail=tail, out=out)
             return
         if run_id not in (None, SERVER) and not run_id.isdecimal():

@@ -10,12 +10,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Protocol, TextIO
 
-from kit import state_dir
+from kit.state_dir import STATE_DIR
 from launcher.errors import RunNotFound
 from launcher.task import Task
 
 WORKDIR = "sky_workdir"
-STATE_DIR = f"{WORKDIR}/{state_dir.STATE_DIR}"
+CLUSTER_STATE_DIR = f"{WORKDIR}/{STATE_DIR}"
 """Where `trainer serve` keeps its checkpoints, below the home of a cluster."""
 SERVER = "server"
 """In place of a run's id: the newest run of the task itself."""

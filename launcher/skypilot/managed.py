@@ -11,10 +11,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from kit.state_dir import STATE_DIR
 from launcher.endpoints import Endpoints
 from launcher.errors import LauncherError, ProviderError, TaskError
 from launcher.files import refuse_open_secrets
-from launcher.provider import STATE_DIR, WORKDIR, Run, RunStatus
+from launcher.provider import CLUSTER_STATE_DIR, WORKDIR, Run, RunStatus
 from launcher.settings import Settings
 from launcher.skypilot.door import reading, sky, translated
 from launcher.task import Task
@@ -161,10 +162,10 @@ def _config(task: Task, command: str, settings: Settings, state_dir: str | None)
                 f"`--state-dir` is `{state_dir}`, which another cluster would not find",
                 hint="Give a whole path on a disk that all of them share",
             )
-        mounts.pop(f"~/{STATE_DIR}", None)
+        mounts.pop(f"~/{CLUSTER_STATE_DIR}", None)
         where = shlex.quote(state_dir)
-        state = f"mkdir -p {where} && ln -sfn {where} {state_dir.STATE_DIR} || exit 1"
-    elif f"~/{STATE_DIR}" not in mounts:
+        state = f"mkdir -p {where} && ln -sfn {where} {STATE_DIR} || exit 1"
+    elif f"~/{CLUSTER_STATE_DIR}" not in mounts:
         raise LauncherError(
             "A managed run has no place that outlives its cluster",
             hint="Set `ART_BUCKET` in `.env`, or give `--state-dir` on a disk that is shared",

@@ -19,7 +19,7 @@ from launcher.cluster import Cluster
 from launcher.errors import ClusterNotFound, LauncherError, ProviderError, TaskError
 from launcher.files import select
 from launcher.local.provider import LocalProvider
-from launcher.provider import STATE_DIR, Provider, RunStatus
+from launcher.provider import CLUSTER_STATE_DIR, Provider, RunStatus
 from launcher.settings import Settings
 from launcher.task import Task
 from launcher.testing import FakeProvider
@@ -117,15 +117,17 @@ def test_a_cluster_appears_works_and_goes(provider: Provider, task: Task, tmp_pa
     assert sent.removed == ("kept.txt",)
     assert provider.sync(NAME, tmp_path / "work", select(tmp_path / "work")).files == ()
 
-    with provider.writing(NAME, f"{STATE_DIR}/note") as write:
+    with provider.writing(NAME, f"{CLUSTER_STATE_DIR}/note") as write:
         write("one\ntwo\n")
-    with provider.writing(NAME, f"{STATE_DIR}/note"):
+    with provider.writing(NAME, f"{CLUSTER_STATE_DIR}/note"):
         pass  # nothing to say changes nothing
     out = io.StringIO()
-    provider.read(NAME, f"{STATE_DIR}/note", follow=False, tail=1, out=out)
+    provider.read(NAME, f"{CLUSTER_STATE_DIR}/note", follow=False, tail=1, out=out)
     assert out.getvalue().endswith("two\n")
     if not isinstance(provider, FakeProvider):
-        provider.fetch(NAME, STATE_DIR, tmp_path / "x", ["no*"], checksum=False, progress=quiet)
+        provider.fetch(
+            NAME, CLUSTER_STATE_DIR, tmp_path / "x", ["no*"], checksum=False, progress=quiet
+        )
         assert (tmp_path / "x" / "note").read_text() == "one\ntwo\n"
 
     spent = provider.cost(NAME)
@@ -149,7 +151,9 @@ def test_a_cluster_that_is_not_there_is_named(provider: Provider, tmp_path: Path
         lambda: provider.cost("absent"),
         lambda: provider.exit_code("absent", "1"),
         lambda: provider.read("absent", "x", follow=False, tail=0, out=io.StringIO()),
-        lambda: provider.fetch("absent", STATE_DIR, Path("x"), [], checksum=False, progress=quiet),
+        lambda: provider.fetch(
+            "absent", CLUSTER_STATE_DIR, Path("x"), [], checksum=False, progress=quiet
+        ),
         lambda: provider.tunnel("absent", {1: 1}).__enter__(),
     ):
         with pytest.raises(ClusterNotFound, match="`absent`"):
@@ -247,7 +251,7 @@ def test_local_names_what_failed_before_the_server_was_healthy(
 
 
 def test_local_pulls_finished_checkpoints_only(local: LocalProvider, tmp_path: Path) -> None:
-    checkpoints = local.root / "art/home" / STATE_DIR / "p/models/m/checkpoints"
+    checkpoints = local.root / "art/home" / CLUSTER_STATE_DIR / "p/models/m/checkpoints"
     for name in ("0001", ".0002-half"):
         (checkpoints / name).mkdir(parents=True)
         (checkpoints / name / "lora").write_text("x")

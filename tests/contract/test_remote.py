@@ -13,7 +13,7 @@ import pytest
 from kit.manifest import write_manifest
 from launcher.checkpoints import pull
 from launcher.errors import ClusterNotFound, ProviderError, RemoteError, Unreachable
-from launcher.provider import STATE_DIR, ClusterInfo
+from launcher.provider import CLUSTER_STATE_DIR, ClusterInfo
 from launcher.skypilot.provider import SkyProvider
 from launcher.ssh.remote import Remote, free_port
 
@@ -43,7 +43,7 @@ def quiet(arrived: int, share: float) -> None:
 def test_a_pull_goes_on_after_the_connection_was_lost(
     remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    there = tmp_path / "there" / STATE_DIR / "p/models/m[1]"  # a name, not a pattern
+    there = tmp_path / "there" / CLUSTER_STATE_DIR / "p/models/m[1]"  # a name, not a pattern
     step = there / "checkpoints" / "0001"
     step.mkdir(parents=True)
     (there / "history.jsonl").write_text("{}\n")
@@ -109,7 +109,7 @@ def test_a_dead_api_server_is_named_where_a_cluster_does_not_answer(
 
 
 def test_a_cluster_that_made_nothing_yet_is_no_error(remote: Remote, tmp_path: Path) -> None:
-    remote.fetch(STATE_DIR, tmp_path / "home", ["*"], checksum=False, progress=quiet)
+    remote.fetch(CLUSTER_STATE_DIR, tmp_path / "home", ["*"], checksum=False, progress=quiet)
     assert pull(SkyProvider(), "art", tmp_path / "home", quiet) == []
 
 

@@ -3,13 +3,13 @@
 import itertools
 from collections.abc import Sequence
 
+from kit.types import Json
 from trainer.errors import TrainerError
 from trainer.harness.types import (
     Completion,
     EpisodeItem,
     EpisodeItemRole,
     Failure,
-    Json,
     Trajectory,
     WorkflowRun,
 )

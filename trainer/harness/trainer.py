@@ -6,6 +6,7 @@ import time
 import uuid
 from typing import IO, Any
 
+from kit.types import Json
 from trainer.errors import TrainerError
 from trainer.harness import curriculum, history, plots
 from trainer.harness.components import ArtTrainerConfig
@@ -22,7 +23,6 @@ from trainer.harness.epoch_rules import (
 from trainer.harness.history import History, Pending
 from trainer.harness.reporting import Reporter, load_reporters
 from trainer.harness.types import (
-    Json,
     TrainingJobRef,
     TrainingJobStatus,
     TrainingStatusEnum,

@@ -13,12 +13,12 @@ from typing import Any
 
 import httpx
 
+from kit.types import Json
 from trainer.client import ArtBackend, means
 from trainer.errors import NotFound, NotReady, TrainerError
 from trainer.harness import episodes
 from trainer.harness.components import ArtBackendConfig, ArtTrainerAdapterConfig
 from trainer.harness.types import (
-    Json,
     TrainingJobRef,
     TrainingJobStatus,
     TrainingStatusEnum,
