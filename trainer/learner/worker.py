@@ -22,7 +22,7 @@ from trainer.errors import OutOfMemory
 from trainer.learner.learner import Learner
 from trainer.learner.world import World, join
 from trainer.policy.device import default_device, default_dtype, keep_freed_memory, release_memory
-from trainer.processes import worker as channel
+from trainer.processes.worker import OUT_OF_MEMORY, die_with_parent, serve, take_stdin
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -83,12 +83,12 @@ def leaving_a_broken_world() -> Iterator[None]:
         logger.exception("the learner's processes lost each other")
         logging.shutdown()
         # What waits for a lost process would never return.
-        os._exit(channel.OUT_OF_MEMORY if crowded else 1)
+        os._exit(OUT_OF_MEMORY if crowded else 1)
 
 
 def follow(world: World, calls: Handlers) -> None:
     """What the other processes do: the same calls as the first one, without answers."""
-    os.close(channel.take_stdin())  # it is the first process that the server talks to
+    os.close(take_stdin())  # it is the first process that the server talks to
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     logger.info("process %s of %s has joined", world.rank, world.size)
     while True:
@@ -106,7 +106,7 @@ def follow(world: World, calls: Handlers) -> None:
 
 def main(given: list[str] | None = None) -> None:
     # Whoever started this process would start another in its place.
-    channel.die_with_parent(signal.SIGKILL)
+    die_with_parent(signal.SIGKILL)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base-model", required=True)
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto")
@@ -129,7 +129,7 @@ def main(given: list[str] | None = None) -> None:
         follow(world, calls)
     if world.size > 1:
         calls = {name: told_to_all(world, name, handler) for name, handler in calls.items()}
-    channel.serve(calls)
+    serve(calls)
 
 
 if __name__ == "__main__":

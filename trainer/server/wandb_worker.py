@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.types import Json
-from trainer.processes import worker as channel
+from trainer.processes.worker import serve
 
 
 class Runs:
@@ -53,7 +53,7 @@ def _begin(key: str, directory: str, project: str, name: str) -> Any:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's: it has rows to send
     runs = Runs()
-    channel.serve({"log": runs.log, "finish": runs.finish})
+    serve({"log": runs.log, "finish": runs.finish})
 
 
 if __name__ == "__main__":

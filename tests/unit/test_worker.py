@@ -13,13 +13,13 @@ from trainer.processes.worker import CHUNK, PARENT_VARIABLE, Worker
 from trainer.server.app import _bind
 
 ECHO = """
-from trainer import channel
+from trainer.processes.worker import serve
 
 def lengths(groups, more):
     for group in groups:
         yield {"length": len(group["text"]), "more": more}
 
-channel.serve({"lengths": lengths, "add": lambda one, other: one + other})
+serve({"lengths": lengths, "add": lambda one, other: one + other})
 """
 
 
