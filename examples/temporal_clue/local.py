@@ -15,8 +15,7 @@ import kit.cli
 from examples.temporal_clue import quickstart
 from kit.settings import gather
 from kit.state_dir import STATE_DIR
-from launcher import Cluster, Task
-from launcher.local.provider import LocalProvider
+from launcher import Cluster, LocalProvider, Task
 from launcher.settings import read
 from trainer.base_model.smollm2 import NAME
 from trainer.config import ServerConfig

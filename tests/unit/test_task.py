@@ -132,5 +132,5 @@ def test_the_example_env_file_and_the_code_name_the_same_variables() -> None:
 def test_the_names_that_others_rely_on_are_exported() -> None:
     import launcher
 
-    assert launcher.__all__ == ["Cluster", "Run", "Task"]
-    assert all(hasattr(launcher, name) for name in launcher.__all__)
+    assert launcher.__all__ == ["Cluster", "LocalProvider", "Run", "Task"]
+    assert all(getattr(launcher, name).__name__ == name for name in launcher.__all__)
