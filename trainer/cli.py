@@ -48,12 +48,21 @@ def devices(command: Any) -> Any:
 @click.option("--nodes", type=int, metavar="N", help="Machines that train together.  [1]")
 @click.option("--nodes-host", metavar="HOST", help="Address to take engines of others on.")
 @click.option("--nodes-port", type=int, metavar="PORT", help="Its port.  [7998]")
-@click.option("--exit-when-idle", type=float, metavar="MINUTES", help="Exit when idle so long.")
+@click.option(
+    "--idle-minutes", type=click.FloatRange(0), metavar="MINUTES", help="Exit when idle this long."
+)
+@click.option("--exit-when-idle", type=float, hidden=True)  # older name of `--idle-minutes`
 @click.option("--max-hours", type=float, metavar="HOURS", help="Exit after so long.")
 @click.option("--require-key", is_flag=True, default=None, help="Ask for the key on loopback too.")
 @click.option("--config", "config_file", type=Path, metavar="YAML", help="Settings from a file.")
 @click.option("--env-file", type=Path, metavar="FILE", help="Variables from a file.  [.env]")
-def serve(config_file: Path | None, env_file: Path | None, **flags: Any) -> None:
+def serve(
+    config_file: Path | None,
+    env_file: Path | None,
+    idle_minutes: float | None,
+    exit_when_idle: float | None,
+    **flags: Any,
+) -> None:
     """Serve the control API and the OpenAI API, and train when asked.
 
     \b
@@ -65,6 +74,11 @@ def serve(config_file: Path | None, env_file: Path | None, **flags: Any) -> None
     from kit.settings import gather
     from trainer.config import ServerConfig
 
+    if idle_minutes is not None and exit_when_idle is not None:
+        raise click.UsageError(
+            "`--exit-when-idle` is the older name of `--idle-minutes`: give only one of them"
+        )
+    flags["exit_when_idle"] = exit_when_idle if idle_minutes is None else idle_minutes
     file: dict[str, Any] = {}
     if config_file:
         load(ServerConfig, config_file)  # tells every fault with its line

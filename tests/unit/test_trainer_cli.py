@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 
+import trainer.server.app
+from trainer.cli import cli
+from trainer.config import ServerConfig
 
-def trainer(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+
+def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "trainer", *arguments],
         cwd=cwd,
@@ -30,47 +34,64 @@ def assert_told(result: subprocess.CompletedProcess[str], says: str, code: int =
 
 def test_every_fault_of_a_config_file_is_told_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "serve.yaml").write_text("prot: 7623\nlora:\n  rank: big\n")
-    result = trainer("serve", "--config", "serve.yaml", cwd=tmp_path)
+    result = run("serve", "--config", "serve.yaml", cwd=tmp_path)
     assert_told(result, "line 1: `prot` is not a setting, did you mean `port`?")
     assert "line 3: `lora.rank`" in result.stderr
 
 
 @pytest.mark.parametrize("flag", ["--config", "--env-file"])
 def test_an_absent_file_is_told(tmp_path: Path, flag: str) -> None:
-    assert_told(trainer("serve", flag, "nope", cwd=tmp_path), "`nope`")
+    assert_told(run("serve", flag, "nope", cwd=tmp_path), "`nope`")
 
 
 def test_a_wrong_type_on_the_command_line_is_a_usage_error(tmp_path: Path) -> None:
-    assert_told(trainer("serve", "--port", "many", cwd=tmp_path), "'many'", code=2)
+    assert_told(run("serve", "--port", "many", cwd=tmp_path), "'many'", code=2)
 
 
 def test_a_variable_of_the_wrong_type_is_told(tmp_path: Path) -> None:
-    result = trainer("serve", cwd=tmp_path, ART_MAX_HOURS="long")
+    result = run("serve", cwd=tmp_path, ART_MAX_HOURS="long")
     assert_told(result, "`max_hours`")
 
 
+@pytest.mark.parametrize("flag", ["--idle-minutes", "--exit-when-idle"])
+def test_both_names_of_the_idle_flag_set_the_same_field(
+    flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[ServerConfig] = []
+    monkeypatch.setattr(trainer.server.app, "serve", served.append)
+    monkeypatch.setenv("ART_IDLE_MINUTES", "9")
+    cli.main(["serve", flag, "4"], standalone_mode=False)
+    cli.main(["serve"], standalone_mode=False)
+    assert [config.exit_when_idle for config in served] == [4, 9]
+
+
+def test_both_names_of_the_idle_flag_together_are_refused(tmp_path: Path) -> None:
+    result = run("serve", "--idle-minutes", "4", "--exit-when-idle", "0", cwd=tmp_path)
+    assert_told(result, "`--exit-when-idle` is the older name of `--idle-minutes`", code=2)
+
+
 def test_listening_to_the_world_without_a_key_is_refused(tmp_path: Path) -> None:
-    result = trainer("serve", "--host", "0.0.0.0", cwd=tmp_path)
+    result = run("serve", "--host", "0.0.0.0", cwd=tmp_path)
     assert_told(result, "Refusing to listen on `0.0.0.0` without a key")
-    result = trainer("serve", "--nodes-host", "127.0.0.1", cwd=tmp_path)
+    result = run("serve", "--nodes-host", "127.0.0.1", cwd=tmp_path)
     assert_told(result, "Refusing to take engines on `127.0.0.1` without a key")
-    result = trainer("engine", "--head", "http://127.0.0.1:9", cwd=tmp_path)
+    result = run("engine", "--head", "http://127.0.0.1:9", cwd=tmp_path)
     assert_told(result, "The head asks for a key")
 
 
 def test_a_head_that_never_comes_is_given_up(tmp_path: Path) -> None:
     head = ("--head", "http://127.0.0.1:9", "--patience", "0.0001")
-    result = trainer("engine", *head, cwd=tmp_path, ART_API_KEY="sesame")
+    result = run("engine", *head, cwd=tmp_path, ART_API_KEY="sesame")
     assert result.returncode == 1
     assert "error: The head `http://127.0.0.1:9` was not reached for 0.0001 minutes" in (
         result.stderr
     )
-    assert_told(trainer("engine", "--head", "nowhere", cwd=tmp_path), "`head`")
+    assert_told(run("engine", "--head", "nowhere", cwd=tmp_path), "`head`")
 
 
 def test_a_base_model_that_is_not_there_is_told(tmp_path: Path) -> None:
     ports = ("--port", "0", "--openai-port", "0")
-    result = trainer("serve", "--base-model", "./nope", *ports, cwd=tmp_path)
+    result = run("serve", "--base-model", "./nope", *ports, cwd=tmp_path)
     assert result.returncode == 1
     assert "`./nope`" in result.stderr and "hint: " in result.stderr
     assert "Traceback" not in result.stderr
@@ -93,10 +114,10 @@ def test_a_missing_extra_is_told_with_the_command_that_mends_it(tmp_path: Path) 
 
 
 def test_errors_have_no_colour_codes_when_they_are_not_shown_on_a_terminal(tmp_path: Path) -> None:
-    result = trainer("serve", "--config", "nope", cwd=tmp_path)
+    result = run("serve", "--config", "nope", cwd=tmp_path)
     assert "\x1b[" not in result.stderr
 
 
 def test_the_version_is_that_of_the_package(tmp_path: Path) -> None:
-    result = trainer("--version", cwd=tmp_path)
+    result = run("--version", cwd=tmp_path)
     assert result.stdout.startswith("trainer, version 0.")
