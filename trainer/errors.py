@@ -11,7 +11,19 @@ TrainerError
 ├── Diverged           a loss or gradient is not finite
 ├── OutOfMemory        the step does not fit the accelerator (507)
 ├── NotReady           the server is still starting (503)
-└── WorkerDied         the engine or the learner process ended (503)
+├── WorkerDied         the engine or the learner process ended (503)
+│
+│   In the harness, beside the agent:
+├── NotConnected       no backend answers at the configured address
+├── BackendBehind      the backend lacks steps of the run being resumed
+├── TrainingFailed     the backend could not train an epoch
+├── NothingToTrainOn   no group of several epochs had a training signal
+├── RunFailed          a run of the workflow failed, and `on_failure` is `stop`
+├── LlmUnavailable     an LLM's endpoint is down, overloaded or too slow
+├── LlmRefused         an LLM's endpoint rejected the request
+├── BadScore           an evaluator returned no usable score
+├── JudgeUnclear       a judge replied with something other than scores
+└── OutOfOrder         an episode's roles are in an order no chat template renders
 """
 
 from kit.errors import KitError
@@ -71,3 +83,49 @@ class NotReady(TrainerError):
 class WorkerDied(TrainerError):
     status = 503
     hint = "It is being restarted; see its log file for the cause"
+
+
+# The harness's errors never cross HTTP, so they keep the default status.
+
+
+class NotConnected(TrainerError):
+    hint = "Start it with `trainer serve`, and check the trainer adapter's `ip` and `port`"
+
+
+class BackendBehind(TrainerError):
+    hint = "Use the state directory of that run, or start a new run without `--resume`"
+
+
+class TrainingFailed(TrainerError):
+    hint = "Read the server's log, then continue with `--resume`"
+
+
+class NothingToTrainOn(TrainerError):
+    hint = (
+        "Raise `num_generations` or `temperature`, give partial credit in the reward, "
+        "and check the runs in `eval.general.output_dir`"
+    )
+
+
+class RunFailed(TrainerError):
+    hint = "Fix it, or set `eval.general.on_failure: continue` to skip failed runs"
+
+
+class LlmUnavailable(TrainerError):
+    hint = "Check that the endpoint is up, and `base_url` in `llms`"
+
+
+class LlmRefused(TrainerError):
+    hint = "Check the workflow's request, and `model_name` in `llms`"
+
+
+class BadScore(TrainerError):
+    hint = "Return a finite number, or a dict with a finite number as `reward`"
+
+
+class JudgeUnclear(TrainerError):
+    hint = "Use a stronger judge, or state the task more plainly in `instructions`"
+
+
+class OutOfOrder(TrainerError):
+    hint = "Start with a user or system message, and never put two assistant messages in a row"

@@ -17,8 +17,8 @@ from click.core import ParameterSource
 
 import kit.cli
 from kit.state_dir import checkpoint_path, model_path
+from trainer.errors import BackendBehind
 from trainer.harness.components import ArtTrainerAdapterConfig
-from trainer.harness.epoch_rules import BackendBehind
 from trainer.harness.finetune import Result, finetune
 
 HERE = Path(__file__).parent

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 from kit.types import Json
-from trainer.errors import TrainerError
+from trainer.errors import OutOfOrder
 from trainer.harness.types import (
     Completion,
     EpisodeItem,
@@ -15,10 +15,6 @@ from trainer.harness.types import (
 )
 
 NO_LOGPROBS = "No valid assistant messages with logprobs"
-
-
-class OutOfOrder(TrainerError):
-    hint = "An episode starts with a user or system message and alternates from there"
 
 
 def wanted(

@@ -7,7 +7,7 @@ from typing import Any
 
 from kit.errors import ConfigError
 from kit.types import Json
-from trainer.errors import TrainerError
+from trainer.errors import BackendBehind
 from trainer.harness.config import EarlyStopping
 from trainer.harness.metrics import reward_summary
 from trainer.harness.types import Trajectory, TrajectoryCollection
@@ -61,12 +61,6 @@ def reason_to_stop(
     if before and (gain <= 0 or gain < rule.min_delta):
         return f"`{rule.metric}` did not rise in {rule.patience} measurements"
     return None
-
-
-class BackendBehind(TrainerError):
-    """The backend does not have the steps of the run that is resumed."""
-
-    hint = "Point it at the run's own state directory, or start anew without `--resume`"
 
 
 def check_reached(step: int | None, reached: int | None) -> None:

@@ -10,16 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from kit.errors import ConfigError, NotInstalled
-from trainer.errors import TrainerError
+from trainer.errors import BadScore
 from trainer.harness import components as configs
 from trainer.harness.judges import LlmJudge, Ruler
 from trainer.harness.llm import Llms
 from trainer.harness.types import Failure, WorkflowRun
 from trainer.harness.user_code import call, instance, load
-
-
-class BadScore(TrainerError):
-    hint = "An evaluator must give a finite number, or a dict with a number as `reward`"
 
 
 class Evaluator(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from trainer.errors import TrainerError
+from trainer.errors import TrainingFailed
 from trainer.harness import components as configs
 from trainer.harness.config import FinetuneConfig, load_config
 from trainer.harness.context import Context
@@ -27,10 +27,6 @@ from trainer.harness.user_code import instance
 from trainer.harness.workflow import load_workflow
 
 logger = logging.getLogger(__name__)
-
-
-class TrainingFailed(TrainerError):
-    hint = "See the server's log, then go on with `--resume`"
 
 
 @dataclass

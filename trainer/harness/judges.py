@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.errors import TrainerError
+from trainer.errors import JudgeUnclear
 from trainer.harness import components as configs
 from trainer.harness.llm import Llms
 from trainer.harness.types import WorkflowRun
@@ -17,10 +17,6 @@ _GRADE = re.compile(
     r"\W*(?:score\W*)?(?<![-.\d])(-?\d*\.\d+|-?\d+(?![.)]\s+\w))(?![.,]?\d|\s*(?:/|%|out of))",
     re.IGNORECASE,
 )
-
-
-class JudgeUnclear(TrainerError):
-    hint = "Use a stronger judge, or ask it more plainly in `instructions`"
 
 
 class LlmJudge:

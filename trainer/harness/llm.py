@@ -15,20 +15,12 @@ from urllib.parse import quote, urlsplit
 import httpx
 
 from kit.types import Json
-from trainer.errors import TrainerError
+from trainer.errors import LlmRefused, LlmUnavailable
 from trainer.harness.config import LlmConfig
 from trainer.harness.types import Completion, Example
 
 _NOTHING = "Nothing was sampled in rollout"  # how a gateway that records says so
 FUNCTION_MARK = "~"  # between a rollout's id and the name of the part that calls
-
-
-class LlmUnavailable(TrainerError):
-    hint = "Check that the endpoint is up, and `base_url` in `llms`"
-
-
-class LlmRefused(TrainerError):
-    hint = "Check the request of the workflow, and `model_name` in `llms`"
 
 
 class Endpoint:

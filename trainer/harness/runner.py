@@ -10,17 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kit.errors import ConfigError
-from trainer.errors import TrainerError
+from trainer.errors import RunFailed
 from trainer.harness.evaluators import Scorer
 from trainer.harness.llm import Llms, Workflow
 from trainer.harness.types import Example, Failure, WorkflowRun
 
 logger = logging.getLogger(__name__)
 OnDone = Callable[[WorkflowRun], None]
-
-
-class RunFailed(TrainerError):
-    hint = "Mend it, or set `eval.general.on_failure: continue` to go on without such runs"
 
 
 class Runner:

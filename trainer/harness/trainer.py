@@ -7,7 +7,7 @@ import uuid
 from typing import IO, Any
 
 from kit.types import Json
-from trainer.errors import TrainerError
+from trainer.errors import NothingToTrainOn
 from trainer.harness import curriculum, history, plots
 from trainer.harness.components import ArtTrainerConfig
 from trainer.harness.context import Context
@@ -33,15 +33,6 @@ from trainer.harness.validation import validate
 logger = logging.getLogger(__name__)
 DRAW_EVERY = 15.0  # seconds; a plot costs a quarter of one, which quick epochs would feel
 IDLE_EPOCHS = 3  # as many epochs in a row without anything to learn from, and the run gives up
-
-
-class NothingToTrainOn(TrainerError):
-    """No group of several epochs could teach anything."""
-
-    hint = (
-        "Raise `num_generations` or `temperature`, give partial credit in the reward, "
-        "and check the runs in `eval.general.output_dir`"
-    )
 
 
 class ARTTrainer:

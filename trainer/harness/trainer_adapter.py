@@ -15,7 +15,7 @@ import httpx
 
 from kit.types import Json
 from trainer.client import ArtBackend, means
-from trainer.errors import NotFound, NotReady, TrainerError
+from trainer.errors import NotConnected, NotFound, NotReady, TrainerError
 from trainer.harness import episodes
 from trainer.harness.components import ArtBackendConfig, ArtTrainerAdapterConfig
 from trainer.harness.types import (
@@ -28,10 +28,6 @@ from trainer.harness.types import (
 
 logger = logging.getLogger(__name__)
 BACKEND = "openpipe-art"
-
-
-class NotConnected(TrainerError):
-    hint = "Start it with `trainer serve`, and check `ip` and `port` of the trainer adapter"
 
 
 @dataclass(frozen=True)

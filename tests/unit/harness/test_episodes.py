@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from trainer.errors import OutOfOrder
 from trainer.harness import episodes
 from trainer.harness.types import (
     Completion,
@@ -118,7 +119,7 @@ def test_order_is_not_checked_for_what_the_ledger_holds() -> None:
 )
 def test_an_episode_out_of_order_is_refused(roles: list[str], says: str) -> None:
     items = [EpisodeItem(role=EpisodeItemRole(role), content="") for role in roles]
-    with pytest.raises(episodes.OutOfOrder, match=says):
+    with pytest.raises(OutOfOrder, match=says):
         episodes.check_order(items)
 
 

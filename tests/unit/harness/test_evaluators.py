@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from kit.errors import ConfigError
+from trainer.errors import JudgeUnclear
 from trainer.harness import components as configs
 from trainer.harness import evaluators as module
 from trainer.harness.evaluators import EachRun, Scorer, load_evaluators
-from trainer.harness.judges import JudgeUnclear, LlmJudge, Ruler
+from trainer.harness.judges import LlmJudge, Ruler
 from trainer.harness.llm import Llms
 from trainer.harness.types import Example, Failure, WorkflowRun
 

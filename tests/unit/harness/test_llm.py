@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from trainer.errors import LlmRefused, LlmUnavailable
 from trainer.harness import episodes
 from trainer.harness.config import LlmConfig
-from trainer.harness.llm import LlmRefused, Llms, LlmUnavailable
+from trainer.harness.llm import Llms
 from trainer.harness.types import Example, Failure, WorkflowRun
 
 ANSWER = {

@@ -11,15 +11,14 @@ import pytest
 from rich.console import Console
 
 from kit.errors import ConfigError
-from trainer.errors import TrainerError
+from trainer.errors import BackendBehind, NothingToTrainOn, TrainerError
 from trainer.harness.components import ArtTrajectoryBuilderConfig
 from trainer.harness.config import FinetuneConfig
 from trainer.harness.context import Context
-from trainer.harness.epoch_rules import BackendBehind
 from trainer.harness.llm import Llms
 from trainer.harness.progress import Progress
 from trainer.harness.runner import Runner, _plain
-from trainer.harness.trainer import ARTTrainer, NothingToTrainOn
+from trainer.harness.trainer import ARTTrainer
 from trainer.harness.trajectory_builder import ARTTrajectoryBuilder
 from trainer.harness.types import (
     EpisodeItem,
