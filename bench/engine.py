@@ -39,7 +39,7 @@ from trainer.engines.choose import vllm_program  # noqa: E402
 from trainer.engines.embedded import EmbeddedEngine  # noqa: E402
 from trainer.engines.engine import SampleRequest  # noqa: E402
 from trainer.engines.vllm import VllmEngine  # noqa: E402
-from trainer.learner.process import Learner  # noqa: E402
+from trainer.learner.process import LearnerProcess  # noqa: E402
 
 
 def transformers(python: Path, model: Path, prompts: list[list[int]], tokens: int) -> Any:
@@ -100,7 +100,7 @@ async def load_loras(engine: Any, loras: list[Path]) -> list[float]:
 
 async def make_loras(name: str, directory: Path, count: int = 9) -> list[Path]:
     """Copies of a LoRA of rank 8 on every linear layer, as the learner writes it."""
-    learner = Learner(name, log=directory / "learner.log")
+    learner = LearnerProcess(name, log=directory / "learner.log")
     await learner.start()
     try:
         step = await learner.prepare(directory / "checkpoints", LoraConfig())

@@ -34,7 +34,7 @@ def main() -> None:
     eos = json.loads((asked.tokenizer / "config.json").read_text())["eos_token_id"]
     config = {**SHAPES[asked.shape], "eos_token_id": eos, "hidden_act": "silu"}
     (asked.out / "config.json").write_text(json.dumps(config, indent=2))
-    policy = random_policy(config, 8, torch.device("cuda"), fast=False)
+    policy = random_policy(config, 8, torch.device("cuda"), compiled=False)
     names, parameters = hugging_face_names(policy), dict(policy.named_parameters())
     for shard in range(8):
         mine = list(names)[shard::8]

@@ -10,7 +10,7 @@ from trainer.base_model.architecture import parse_architecture
 from trainer.config import LoraConfig
 from trainer.learner.pack import Row, Sample, pack
 from trainer.policy.attention import inverse_frequencies
-from trainer.policy.compiled import FastLayers
+from trainer.policy.compiled import CompiledLayers
 from trainer.policy.model import Policy, assemble, init_lora
 
 Config = dict[str, Any]
@@ -53,7 +53,7 @@ def random_policy(
     rank: int,
     device: torch.device,
     *,
-    fast: bool = True,
+    compiled: bool = True,
     limit: int | None = None,
     fp8: bool = False,
 ) -> Policy:
@@ -82,9 +82,9 @@ def random_policy(
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.01)
     policy.eval()
-    if fast:
+    if compiled:
         free = None if limit is None else lambda device: limit - torch.cuda.memory_allocated(device)
-        policy.fast = FastLayers(policy.layers, policy.architecture, free=free, fp8=fp8)
+        policy.compiled = CompiledLayers(policy.layers, policy.architecture, free=free, fp8=fp8)
     return policy
 
 

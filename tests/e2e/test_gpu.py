@@ -16,7 +16,7 @@ from trainer.config import LoraConfig
 from trainer.learner.gradient import row_logprobs
 from trainer.learner.pack import Row, Sample, pack
 from trainer.policy.attention import inverse_frequencies
-from trainer.policy.compiled import FastLayers
+from trainer.policy.compiled import CompiledLayers
 from trainer.policy.model import Policy, assemble, init_lora
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ HEADS = {"llama": 128, "qwen2": 128, "qwen3": 64}
 Gradients = dict[str, Tensor]
 
 
-def policy_of(family: str, dtype: torch.dtype, *, fast: bool, fp8: bool = False) -> Policy:
+def policy_of(family: str, dtype: torch.dtype, *, compiled: bool, fp8: bool = False) -> Policy:
     """The same random weights in whatever dtype."""
     device = torch.device("cuda")
     lora = LoraConfig(rank=8)
@@ -60,8 +60,8 @@ def policy_of(family: str, dtype: torch.dtype, *, fast: bool, fp8: bool = False)
     for name, parameter in policy.trainable().items():
         if "lora_B" in name:
             parameter.data.normal_(std=0.05, generator=torch.Generator("cuda").manual_seed(1))
-    if fast:
-        policy.fast = FastLayers(policy.layers, policy.architecture, fp8=fp8)
+    if compiled:
+        policy.compiled = CompiledLayers(policy.layers, policy.architecture, fp8=fp8)
     return policy
 
 
@@ -98,7 +98,7 @@ def logprobs_and_gradients(policy: Policy, rows: list[Row]) -> tuple[dict[int, T
 
 def of_row(policy: Policy, row: Row) -> Tensor:
     """What is compared with is computed without any kernel: whole masks, plain layers."""
-    if policy.fast:
+    if policy.compiled:
         return row_logprobs(policy, row)[0]
     places = {"positions": row.positions[None], "predictors": row.predictors}
     mask = row.mask()[None]
@@ -135,11 +135,11 @@ def test_packed_shared_and_compiled_is_as_exact_as_each_sequence_alone(
     alone = [row for sample in samples for row in pack([sample], length=512)]
     packed = pack(samples, length=2048)
     assert len(packed) < len(alone) and packed[0].unshared > len(packed[0].tokens)
-    exact = logprobs_and_gradients(policy_of(family, torch.float32, fast=False), alone)
-    plain = logprobs_and_gradients(policy_of(family, torch.bfloat16, fast=False), alone)
-    fast = policy_of(family, torch.bfloat16, fast=True)
-    fast.activation_checkpointing = recompute
-    ours = errors(logprobs_and_gradients(fast, packed), exact)
+    exact = logprobs_and_gradients(policy_of(family, torch.float32, compiled=False), alone)
+    plain = logprobs_and_gradients(policy_of(family, torch.bfloat16, compiled=False), alone)
+    compiled = policy_of(family, torch.bfloat16, compiled=True)
+    compiled.activation_checkpointing = recompute
+    ours = errors(logprobs_and_gradients(compiled, packed), exact)
     theirs = errors(plain, exact)
     logger.info("%s recompute=%s: ours %s, plain bf16 %s", family, recompute, ours, theirs)
     assert all(mine <= 1.5 * other for mine, other in zip(ours, theirs, strict=True))
@@ -149,8 +149,8 @@ def test_fp8_errs_as_its_rounding_does_and_no_more() -> None:
     samples = named(samples_of(2))
     alone = [row for sample in samples for row in pack([sample], length=512)]
     packed = pack(samples, length=2048)
-    exact = logprobs_and_gradients(policy_of("qwen2", torch.float32, fast=False), alone)
-    fp8 = policy_of("qwen2", torch.bfloat16, fast=True, fp8=True)
+    exact = logprobs_and_gradients(policy_of("qwen2", torch.float32, compiled=False), alone)
+    fp8 = policy_of("qwen2", torch.bfloat16, compiled=True, fp8=True)
     mean, greatest, gradient = errors(logprobs_and_gradients(fp8, packed), exact)
     logger.info("fp8: mean %s, greatest %s, gradient %s", mean, greatest, gradient)
     # Three bits of mantissa: a product errs by 2.7 %, and there are seven a layer.
@@ -160,9 +160,9 @@ def test_fp8_errs_as_its_rounding_does_and_no_more() -> None:
 def test_fp32_on_the_gpu_is_the_cpu_path_to_rounding() -> None:
     samples = named(samples_of(1))
     packed = pack(samples, length=2048)
-    exact = logprobs_and_gradients(policy_of("qwen3", torch.float32, fast=False), packed)
-    fast = logprobs_and_gradients(policy_of("qwen3", torch.float32, fast=True), packed)
-    mean, greatest, gradient = errors(fast, exact)
+    exact = logprobs_and_gradients(policy_of("qwen3", torch.float32, compiled=False), packed)
+    compiled = logprobs_and_gradients(policy_of("qwen3", torch.float32, compiled=True), packed)
+    mean, greatest, gradient = errors(compiled, exact)
     logger.info("fp32: mean %s, greatest %s, gradient %s", mean, greatest, gradient)
     assert greatest < 2e-3 and gradient < 2e-3  # tf32 inside flex attention's products
 
@@ -170,7 +170,7 @@ def test_fp32_on_the_gpu_is_the_cpu_path_to_rounding() -> None:
 def test_nothing_is_compiled_after_the_third_step_of_varying_lengths() -> None:
     from torch._dynamo.utils import counters
 
-    policy = policy_of("qwen2", torch.bfloat16, fast=True)
+    policy = policy_of("qwen2", torch.bfloat16, compiled=True)
     graphs = []
     for step in range(10):
         chance = random.Random(step)

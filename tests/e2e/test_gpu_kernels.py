@@ -9,7 +9,7 @@ from torch.nn.functional import silu
 
 from trainer.learner.pack import Sample, pack
 from trainer.policy.attention import attend
-from trainer.policy.compiled_layer import LARGEST_RANK, rotate, seen
+from trainer.policy.compiled_layer import LARGEST_RANK, rotate, row_mask
 from trainer.policy.kernels import tree_attention
 from trainer.policy.tree_mask import tree_mask
 
@@ -83,7 +83,7 @@ def test_heads_are_split_and_turned_there_and_back() -> None:
         assert off(a, b) < 4e-3
 
 
-@pytest.mark.parametrize("kind", ["tree", "apart", "one"])
+@pytest.mark.parametrize("kind", ["tree", "separate", "one"])
 def test_flash_attention_sees_what_the_tree_lets_it_see(kind: str) -> None:
     if not tree_attention.available(torch.device("cuda")):
         pytest.skip("needs a Hopper card and FlashAttention 4")
@@ -97,11 +97,11 @@ def test_flash_attention_sees_what_the_tree_lets_it_see(kind: str) -> None:
         mask = [False] * len(prompt) + [True] * len(own)
         samples.append(Sample(prompt + own, mask, [0.0] * len(mask), 1.0, 1.0, group, member))
     (row,) = pack(samples, length=8192)
-    assert bool(row.apart) == (kind != "tree")
+    assert bool(row.separate) == (kind != "tree")
     tokens, length = len(row.tokens), 6144
     row = row.to(torch.device("cuda"))
-    tree = tree_mask(row.ends, length, apart=row.apart, device=row.tokens.device)
-    mask = seen(tree, torch.bfloat16, 128).mask
+    tree = tree_mask(row.ends, length, separate=row.separate, device=row.tokens.device)
+    mask = row_mask(tree, torch.bfloat16, 128).mask
     given = [draw(1, length, heads, 128, seed=heads) for heads in (8, 2)]
     given.append(draw(1, length, 2, 128, seed=5))
     out = tree_attention.tree_attention(*given, *mask)[0][:, :tokens]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trainer.policy.autograd_ops import lora_linear, rms_norm, rotate, swiglu
-from trainer.policy.cpu_attention import block_attention, plan
+from trainer.policy.cpu_attention import block_attention, plan_blocks
 
 
 def plain_lora(x: Tensor, w: Tensor, bias: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def test_block_attention_is_masked_softmax_attention(
     )
     scores = q @ k.repeat_interleave(3, dim=0).transpose(1, 2) / 8**0.5
     expected = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v.repeat_interleave(3, dim=0)
-    found = block_attention(q, k, v, plan(mask, lengths))
+    found = block_attention(q, k, v, plan_blocks(mask, lengths))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     slope = torch.randn(expected.shape, generator=generator)
     for mine, theirs in zip(

@@ -11,7 +11,7 @@ from trainer.engines import choose
 from trainer.engines.vllm import VllmEngine
 from trainer.engines.vllm_args import check, flags, rank_for
 from trainer.errors import Unsupported, WorkerDied
-from trainer.learner.process import Learner
+from trainer.learner.process import LearnerProcess
 from trainer.machines.replicas import Replicas, with_other_machines
 from trainer.processes.worker import Worker, visible
 
@@ -76,7 +76,7 @@ def test_fp8_is_for_vllm_on_a_card_and_reaches_learner_and_engine_alike(
     several = with_other_machines(engine, joinable, "base")
     assert isinstance(several, Replicas)
     assert several._meeting.about["engine_args"] == {"quantization": "fp8_per_channel"}
-    learner = Learner("base", log=tmp_path / "log", config=config)
+    learner = LearnerProcess("base", log=tmp_path / "log", config=config)
     assert learner._worker._command[-2:] == ["--quantization", "fp8"]
     for change, match in (
         ({"engine": "embedded"}, "needs vLLM on a CUDA card"),

@@ -10,7 +10,7 @@ from trainer.base_model.resolve import resolve
 from trainer.config import LoraConfig
 from trainer.learner.gradient import row_logprobs
 from trainer.learner.pack import Sample, pack
-from trainer.policy.compiled import FastLayers
+from trainer.policy.compiled import CompiledLayers
 from trainer.policy.model import Policy, load_model, lora_state
 
 # torch's own: tracing imports modules that warn of their futures.
@@ -42,9 +42,9 @@ def test_joined_and_padded_layers_give_the_same_logprobs(policy: Policy) -> None
     (row,) = pack(samples, length=512)
     before = lora_state(policy).keys()
     plain, plain_entropies = row_logprobs(policy, row)
-    policy.fast = FastLayers(policy.layers, policy.architecture, backend="eager")
-    fast, entropies = row_logprobs(policy, row)
-    torch.testing.assert_close(fast, plain, atol=1e-4, rtol=0)
+    policy.compiled = CompiledLayers(policy.layers, policy.architecture, backend="eager")
+    compiled, entropies = row_logprobs(policy, row)
+    torch.testing.assert_close(compiled, plain, atol=1e-4, rtol=0)
     torch.testing.assert_close(entropies, plain_entropies, atol=1e-4, rtol=0)
     assert lora_state(policy).keys() == before
-    torch.testing.assert_close(row_logprobs(policy, row)[0], fast)
+    torch.testing.assert_close(row_logprobs(policy, row)[0], compiled)

@@ -9,7 +9,7 @@ import pytest
 from trainer import checkpoint
 from trainer.config import LoraConfig
 from trainer.errors import DiskFull, OutOfMemory, TrainerError
-from trainer.learner.process import Learner
+from trainer.learner.process import LearnerProcess
 from trainer.server.admission import Trainings
 from trainer.server.gate import Gate
 from trainer.server.journal import Request
@@ -20,7 +20,7 @@ from trainer.server.training import Training
 from trainer.server.wandb_reports import Reports
 
 
-class SavingLearner(Learner):
+class SavingLearner(LearnerProcess):
     """Makes the checkpoints and trains nothing."""
 
     def __init__(self) -> None:

@@ -165,11 +165,11 @@ def row_logprobs(policy: Policy, row: Row, *, chunk: int | None = None) -> tuple
     """Logprobs and entropies [N] of a row's chosen tokens."""
     tokens, positions = row.tokens, row.positions
     mask: Mask
-    if policy.fast is None:
+    if policy.compiled is None:
         mask = row.attention_mask()
     else:
-        length = policy.fast.lengths.fit(row.room)
-        mask = tree_mask(row.ends, length, apart=row.apart, device=tokens.device)
+        length = policy.compiled.lengths.fit(row.capacity)
+        mask = tree_mask(row.ends, length, separate=row.separate, device=tokens.device)
         tokens, positions = (pad(part, (0, length - len(part))) for part in (tokens, positions))
     return policy.logprobs(
         tokens[None],

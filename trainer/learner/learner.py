@@ -90,8 +90,8 @@ class Learner:
             self.loaded = None
             if not isinstance(error, torch.OutOfMemoryError):
                 raise
-            if self.state and self.state.policy.fast:
-                self.state.policy.fast.relent()  # the same request again keeps less
+            if self.state and self.state.policy.compiled:
+                self.state.policy.compiled.plan_with_less_memory()
             raise OutOfMemory(f"The step does not fit the GPU: {error}") from error
 
     @torch.no_grad()
@@ -109,13 +109,13 @@ class Learner:
         mask = [False] * len(prompt_ids) + [True] * len(completion_ids)
         sample = Sample(ids, mask, [0.0] * len(ids), 0.0, 1.0, group=0, trajectory=0)
         (row,) = pack([sample], length=None)
-        policy, fast = self.state.policy, self.state.policy.fast
+        policy, compiled = self.state.policy, self.state.policy.compiled
         if not self.fp8:
-            policy.fast = None  # nothing is compiled for a few tokens
+            policy.compiled = None  # nothing is compiled for a few tokens
         try:
             scores: list[float] = row_logprobs(policy, row.to(self.device))[0].tolist()
         finally:
-            policy.fast = fast
+            policy.compiled = compiled
         return scores
 
     def _train(

@@ -7,7 +7,7 @@ import torch
 from trainer.config import LoraConfig
 from trainer.errors import Unsupported
 from trainer.learner.world import World
-from trainer.policy.compiled import FastLayers
+from trainer.policy.compiled import CompiledLayers
 from trainer.policy.model import Policy, load_model
 
 FP8_CAPABILITY = (8, 9)  # Ada and Hopper; an A100 has no products in fp8
@@ -25,9 +25,9 @@ def load_policy(
     if fp8:
         _check_fp8(lora, dtype, device, world)
     policy = load_model(directory, lora=lora, dtype=dtype, device=device)
-    # Sharded weights are gathered by the layers' own forward passes, which `fast` goes round.
+    # Sharded weights are gathered by the layers' own forward passes, which `compiled` goes round.
     if device.type == "cuda" and world.size == 1:
-        policy.fast = FastLayers(policy.layers, policy.architecture, fp8=fp8)
+        policy.compiled = CompiledLayers(policy.layers, policy.architecture, fp8=fp8)
     return policy
 
 

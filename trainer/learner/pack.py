@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.policy.cpu_attention import Block, plan
+from trainer.policy.cpu_attention import Block, plan_blocks
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -72,9 +72,9 @@ class Row:
     trajectories: int
     unshared: int
     """Tokens the row would have without sharing."""
-    room: int
+    capacity: int
     """Tokens the row was packed to hold at most: the same for every row of a step."""
-    apart: tuple[int, ...] = ()
+    separate: tuple[int, ...] = ()
     """Tokens of each sequence, where none of them shares any with another."""
 
     def mask(self) -> Tensor:
@@ -88,7 +88,7 @@ class Row:
         if self.tokens.is_cuda:
             return self._flex_mask()
         lengths = torch.bincount(self.segments, minlength=len(self.ancestors))
-        return plan(self.mask(), lengths.tolist())
+        return plan_blocks(self.mask(), lengths.tolist())
 
     def _flex_mask(self) -> "BlockMask":
         from torch.nn.attention.flex_attention import create_block_mask
@@ -116,7 +116,7 @@ class _Segment:
     children: dict[int, int] = field(default_factory=dict)  # first token -> segment
 
 
-class Tree:
+class PrefixTree:
     """The sequences of one group, every shared prefix stored once."""
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ def pack(samples: Sequence[Sample], *, length: int | None, share: bool = True) -
     if length is None:
         length = math.ceil(longest / 2048) * 2048
     assert longest <= length, "the caller drops what does not fit"
-    bins: list[list[Tree]] = []
+    bins: list[list[PrefixTree]] = []
     for tree in sorted(_trees(samples, length, share), key=lambda tree: -tree.size):
         for trees in bins:
             if sum(other.size for other in trees) + tree.size <= length:
@@ -207,25 +207,25 @@ def pack(samples: Sequence[Sample], *, length: int | None, share: bool = True) -
     return [_row(trees, length) for trees in bins]
 
 
-def _trees(samples: Sequence[Sample], length: int, share: bool) -> list[Tree]:
+def _trees(samples: Sequence[Sample], length: int, share: bool) -> list[PrefixTree]:
     """A tree per group; a group that does not fit one row becomes several."""
     groups: dict[int, list[Sample]] = {}
     for number, sample in enumerate(samples):
         groups.setdefault(sample.group if share else number, []).append(sample)
     trees = []
     for group in groups.values():
-        tree = Tree()
+        tree = PrefixTree()
         # In order of their tokens, those that share the longest prefixes stay together.
         for sample in sorted(group, key=lambda sample: sample.ids):
             if tree.size + tree.cost(sample.read) > length:
                 trees.append(tree)
-                tree = Tree()
+                tree = PrefixTree()
             tree.add(sample)
         trees.append(tree)
     return trees
 
 
-def _row(trees: list[Tree], room: int) -> Row:
+def _row(trees: list[PrefixTree], capacity: int) -> Row:
     tokens: list[Ids] = []
     positions: list[Ids] = []
     segments: list[Ids] = []
@@ -265,14 +265,14 @@ def _row(trees: list[Tree], room: int) -> Row:
         sequences=columns[5],
         trajectories=len({sample.trajectory for sample in samples}),
         unshared=sum(sample.inputs for sample in samples),
-        room=room,
-        apart=tuple(tree.size for tree in trees)
+        capacity=capacity,
+        separate=tuple(tree.size for tree in trees)
         if all(len(tree.segments) == 1 for tree in trees)
         else (),
     )
 
 
-def _ancestors(tree: Tree, order: list[int]) -> Tensor:
+def _ancestors(tree: PrefixTree, order: list[int]) -> Tensor:
     number = {index: place for place, index in enumerate(order)}
     ancestors = torch.eye(len(order), dtype=torch.bool)
     for place, index in enumerate(order):
@@ -282,7 +282,9 @@ def _ancestors(tree: Tree, order: list[int]) -> Tensor:
     return ancestors
 
 
-def _chosen(tree: Tree, sample: Sample, offsets: dict[int, int], sequence: int) -> list[Column]:
+def _chosen(
+    tree: PrefixTree, sample: Sample, offsets: dict[int, int], sequence: int
+) -> list[Column]:
     """Predictors, targets, logprobs, advantages, weights and sequence of the chosen tokens."""
     ids = sample.array
     place = np.concatenate(

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 MODULE = "trainer.learner.torchrun"
 
 
-class Learner:
+class LearnerProcess:
     """Handle of the learner: its one process, or torchrun's agent above several."""
 
     def __init__(self, base_model: str, *, log: Path, config: ServerConfig | None = None) -> None:

@@ -35,7 +35,7 @@ NAME = "learner"  # of the world and of how its machines meet
 BROKEN = "broken"  # set in the store by a machine that comes a second time
 
 
-class Meeting(StaticTCPRendezvous):
+class LearnerRendezvous(StaticTCPRendezvous):
     """torchrun's own for fixed machines, but heard by these alone, and broken when one is lost."""
 
     def get_backend(self) -> str:
@@ -83,7 +83,7 @@ def launch(processes: int, nodes: int, number: int, master: str, arguments: list
     os.environ[PARENT_VARIABLE] = str(os.getpid())
     within = int(JOIN_WITHIN.total_seconds())
     rendezvous_handler_registry.register(
-        NAME, lambda _: Meeting(host, int(port), number, nodes, NAME, within)
+        NAME, lambda _: LearnerRendezvous(host, int(port), number, nodes, NAME, within)
     )
     config = LaunchConfig(
         min_nodes=nodes,

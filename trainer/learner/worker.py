@@ -52,24 +52,24 @@ def handlers(learner: Learner) -> Handlers:
     return {"prepare": prepare, "train": train, "score": score, "release": release_memory}
 
 
-def told_to_all(world: World, name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
+def broadcast_call(world: World, name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
     """The handler of the first process: it tells the others of the call before it starts."""
 
     def call(**params: Any) -> Any:
-        with leaving_a_broken_world():
-            world.tell([name, params])
+        with exit_on_failure():
+            world.broadcast([name, params])
             result = handler(**params)
         return rows(result) if isinstance(result, Iterator) else result
 
     def rows(result: Iterator[Any]) -> Iterator[Any]:
-        with leaving_a_broken_world():
+        with exit_on_failure():
             yield from result
 
     return call
 
 
 @contextmanager
-def leaving_a_broken_world() -> Iterator[None]:
+def exit_on_failure() -> Iterator[None]:
     """End this process when the others cannot go on with it; all are then started again."""
     try:
         yield
@@ -92,8 +92,8 @@ def follow(world: World, calls: Handlers) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     logger.info("process %s of %s has joined", world.rank, world.size)
     while True:
-        with leaving_a_broken_world():
-            name, params = world.tell()
+        with exit_on_failure():
+            name, params = world.broadcast()
             try:
                 result = calls[name](**params)
                 for _ in result if isinstance(result, Iterator) else ():
@@ -128,7 +128,7 @@ def main(given: list[str] | None = None) -> None:
     if world.rank > 0:
         follow(world, calls)
     if world.size > 1:
-        calls = {name: told_to_all(world, name, handler) for name, handler in calls.items()}
+        calls = {name: broadcast_call(world, name, handler) for name, handler in calls.items()}
     serve(calls)
 
 

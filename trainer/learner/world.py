@@ -73,9 +73,9 @@ class World:
             try:
                 outcome = {"result": work()}
             except Exception as error:
-                self.tell({"error": write_error(error)})
+                self.broadcast({"error": write_error(error)})
                 raise
-        outcome = self.tell(outcome)
+        outcome = self.broadcast(outcome)
         if "error" in outcome:
             raise read_error(outcome["error"])
         result: T = outcome["result"]
@@ -87,13 +87,13 @@ class World:
             return read()
         found: dict[str, Tensor] = {}
         self.on_first(lambda: found.update(read()))
-        return load(self.tell_bytes(save(found)))
+        return load(self.broadcast_bytes(save(found)))
 
-    def tell(self, value: Any = None) -> Any:
+    def broadcast(self, value: Any = None) -> Any:
         """Give the first process' `value` to all. As JSON: others may be on other machines."""
-        return json.loads(self.tell_bytes(json.dumps(value).encode()))
+        return json.loads(self.broadcast_bytes(json.dumps(value).encode()))
 
-    def tell_bytes(self, data: bytes) -> bytes:
+    def broadcast_bytes(self, data: bytes) -> bytes:
         """Give the first process' `data` to all."""
         if self.size == 1:
             return data

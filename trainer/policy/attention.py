@@ -18,11 +18,11 @@ from trainer.policy.cpu_attention import Block, block_attention
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-    from trainer.policy.tree_mask import Tree
+    from trainer.policy.tree_mask import TreeMask
 
 # Who attends to whom: [B, T, S] True where a query may look, None for causal; or for one packed
 # row its blocks, on CPU, and its tree, on a GPU (what flex attention made of it for plain layers).
-Mask: TypeAlias = "Tensor | list[Block] | BlockMask | Tree | None"
+Mask: TypeAlias = "Tensor | list[Block] | BlockMask | TreeMask | None"
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,16 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.base_model.architecture import Architecture
 from trainer.policy.attention import View
-from trainer.policy.compiled_layer import fuses, join_frozen, layer_forward, seen
+from trainer.policy.compiled_layer import fuses, join_frozen, layer_forward, row_mask
 from trainer.policy.recompute import FASTEST, Plan, plan
-from trainer.policy.tree_mask import Lengths, Tree
+from trainer.policy.tree_mask import Lengths, TreeMask
 
 logger = logging.getLogger(__name__)
 LayerFunction = Callable[..., Tensor]
 VARIANTS = 128  # of the compiled layer; beyond torch's own limit of 8 a step would fail
 
 
-class FastLayers:
+class CompiledLayers:
     """Runs the layers of one policy, compiled once for every layer and every row of a length."""
 
     def __init__(
@@ -54,8 +54,8 @@ class FastLayers:
         `recompute` keeps only the input of each for the backward pass; None does so for as many
         as the free memory asks for.
         """
-        assert isinstance(view.mask, Tree)
-        row = seen(view.mask, x.dtype, self._architecture.head_dim)
+        assert isinstance(view.mask, TreeMask)
+        row = row_mask(view.mask, x.dtype, self._architecture.head_dim)
         recomputed = 0
         if torch.is_grad_enabled():
             x = x.requires_grad_()  # as in every later layer: the first is no other graph
@@ -69,7 +69,7 @@ class FastLayers:
                     x = self._forward(*inputs)
         return x
 
-    def relent(self) -> None:
+    def plan_with_less_memory(self) -> None:
         """Plan with less memory than there seems to be: what was planned did not fit."""
         self._caution *= 0.8
         self._plans.clear()

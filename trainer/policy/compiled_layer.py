@@ -15,34 +15,36 @@ from torch.nn.functional import linear, rms_norm, silu
 
 from trainer.policy.kernels import tree_attention
 from trainer.policy.kernels.fp8 import Fp8Weight, fp8_linear, quantised_weight
-from trainer.policy.tree_mask import Tree
+from trainer.policy.tree_mask import TreeMask
 
 Linear = Any  # nn.Linear or model.LoraLinear
 LARGEST_RANK = 64  # that the kernel of the MLP was tried with
 
 
-class Seen(NamedTuple):
+class RowMask(NamedTuple):
     """The mask of a row, and for flex attention the sizes of its tiles."""
 
     mask: BlockMask | tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]
     tiles: Any
 
 
-def seen(tree: Tree, dtype: torch.dtype, head_dim: int) -> Seen:
+def row_mask(tree: TreeMask, dtype: torch.dtype, head_dim: int) -> RowMask:
     """The mask for the fastest kernel that this card has."""
     device = tree.ends.device
     fits = dtype == torch.bfloat16 and head_dim == tree_attention.HEAD_DIM
     if fits and tree_attention.available(device):
-        return Seen((tree.ends, tree.starts, tree.apart, tree.by_query(), tree.by_key()), None)
+        return RowMask(
+            (tree.ends, tree.starts, tree.separate, tree.by_query(), tree.by_key()), None
+        )
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     if not hopper or head_dim > 128 or dtype != torch.bfloat16:
-        return Seen(tree.blocks, None)
+        return RowMask(tree.blocks, None)
     # Larger than torch's own in the forward pass: 1.37 against 1.54 ms.
     tiles = {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 128, "fwd_num_warps": 8, "fwd_num_stages": 2}
-    return Seen(tree.blocks, tiles)
+    return RowMask(tree.blocks, tiles)
 
 
-def layer_forward(layer: Any, x: Tensor, cos: Tensor, sin: Tensor, row: Seen) -> Tensor:
+def layer_forward(layer: Any, x: Tensor, cos: Tensor, sin: Tensor, row: RowMask) -> Tensor:
     """One layer on x [B, T, D]."""
     attended = attend(*heads(normed(x, layer.sa_norm), layer.attn, cos, sin), row)
     (out,) = project(attended.flatten(2), [layer.attn.output_proj])
@@ -74,7 +76,7 @@ def heads(x: Tensor, attention: Any, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     return rotate(q, cos, sin), rotate(k, cos, sin), v.contiguous()
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, row: Seen) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, row: RowMask) -> Tensor:
     """All [B, T, heads, E]."""
     if not isinstance(row.mask, BlockMask):
         return tree_attention.tree_attention(q, k, v, *row.mask)[0]  # type: ignore[no-any-return]

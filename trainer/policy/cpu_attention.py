@@ -46,7 +46,7 @@ class Block:
             at += end - start
 
 
-def plan(mask: Tensor, segments: Sequence[int]) -> list[Block]:
+def plan_blocks(mask: Tensor, segments: Sequence[int]) -> list[Block]:
     """Blocks of a row with `mask` [T, T], whose segments have these lengths, in order."""
     blocks = []
     for start, end in _cuts(segments):

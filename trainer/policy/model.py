@@ -18,7 +18,7 @@ from trainer.base_model.architecture import Architecture, read_architecture
 from trainer.config import LoraConfig
 from trainer.policy.attention import Mask, View, attend, inverse_frequencies, rotations
 from trainer.policy.autograd_ops import lora_linear, rms_norm, rotate, swiglu
-from trainer.policy.compiled import FastLayers
+from trainer.policy.compiled import CompiledLayers
 from trainer.policy.logprobs import chosen_logprobs
 from trainer.policy.lora import (
     init_lora,
@@ -28,7 +28,7 @@ from trainer.policy.lora import (
     peft_config,
     read_lora_config,
 )  # fmt: skip
-from trainer.policy.tree_mask import Tree
+from trainer.policy.tree_mask import TreeMask
 from trainer.policy.weights import hugging_face_names, place_weights
 
 with warnings.catch_warnings():
@@ -108,7 +108,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
     lora: LoraConfig | None
     frequencies: Tensor
     activation_checkpointing: bool | None = None
-    fast: FastLayers | None = None
+    compiled: CompiledLayers | None = None
     """How packed rows run on a GPU."""
 
     def hidden(
@@ -173,8 +173,8 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         return chosen_logprobs(picked, self.head, targets, chunk=chunk)
 
     def _through_layers(self, x: Tensor, view: View) -> Tensor:
-        if self.fast and isinstance(view.mask, Tree):
-            return self.fast(x, view, recompute=self.activation_checkpointing)
+        if self.compiled and isinstance(view.mask, TreeMask):
+            return self.compiled(x, view, recompute=self.activation_checkpointing)
         for layer in self.layers:
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(layer, x, view, use_reentrant=False)

@@ -39,13 +39,13 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Tree:
+class TreeMask:
     """Who sees whom in a padded row, as each of the two kernels wants it."""
 
     blocks: BlockMask
     ends: Tensor  # [T]
     starts: Tensor  # [T + 1] where the sequences start and the last one ends, then zeros
-    apart: Tensor
+    separate: Tensor
     """[2] on the CPU: how many sequences lie side by side and the longest; none if some share."""
 
     def by_query(self) -> list[Tensor]:
@@ -63,15 +63,15 @@ def tree_mask(
     ends: Sequence[int] | NDArray[np.int64],  # [T] where the subtree of each token's segment ends
     length: int,
     *,
-    apart: Sequence[int] = (),
+    separate: Sequence[int] = (),
     device: torch.device = CPU,
-) -> Tree:
+) -> TreeMask:
     """The mask of a row padded to `length`, a multiple of the block; padding sees itself alone.
 
-    `apart` are the lengths of its sequences, where none shares anything: padding is one more.
+    `separate` are the lengths of its sequences, where none shares anything: padding is one more.
     It is made on the CPU and sent to `device` without waiting for what is under way there.
     """
-    lengths = [*apart, length - len(ends)] if apart and length > len(ends) else list(apart)
+    lengths = [*separate, length - len(ends)] if separate and length > len(ends) else list(separate)
     bounds = torch.zeros(length + 1, dtype=torch.int32)
     bounds[1 : len(lengths) + 1] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
     told = torch.tensor([len(lengths), max(lengths, default=0)])
@@ -97,7 +97,7 @@ def tree_mask(
     by_query, by_key = lists[:4], lists[4:]
     sizes = {"BLOCK_SIZE": (BLOCK, BLOCK), "mask_mod": visible}
     mask = BlockMask((length, length), *by_query, *by_key, **sizes)  # type: ignore[arg-type]
-    return Tree(mask, ends_there, _sent(bounds, device), told)
+    return TreeMask(mask, ends_there, _sent(bounds, device), told)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:

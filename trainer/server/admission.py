@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 
 from trainer.errors import BadRequest, Conflict
-from trainer.learner.process import Learner
+from trainer.learner.process import LearnerProcess
 from trainer.server.client_settings import step_config
 from trainer.server.gate import Gate
 from trainer.server.journal import Request
@@ -54,7 +54,7 @@ class Trainings:
             await training.cancel()
 
     async def admit(
-        self, model: Model, request: TrainRequest, base_model: str, learner: Learner | None
+        self, model: Model, request: TrainRequest, base_model: str, learner: LearnerProcess | None
     ) -> Training:
         """Check the request, write it down and start the step.
 
@@ -93,7 +93,7 @@ class Trainings:
         model.journal.begin(request)
         self._ledger.forget(model.key, before=request.step - REMEMBERED)
 
-    def start(self, model: Model, request: Request, learner: Learner) -> Training:
+    def start(self, model: Model, request: Request, learner: LearnerProcess) -> Training:
         """Train a request that is journaled."""
         training = Training(
             model, request, learner, self._gate, *self._acts, self._metrics, self._reports

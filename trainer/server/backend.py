@@ -16,7 +16,7 @@ from trainer.config import ServerConfig
 from trainer.engines.choose import chosen, create_engine, placed
 from trainer.engines.engine import Delta, Engine, SampleRequest
 from trainer.errors import BadRequest, TrainerError, WorkerDied
-from trainer.learner.process import Learner
+from trainer.learner.process import LearnerProcess
 from trainer.machines.replicas import with_other_machines
 from trainer.server import canary, history
 from trainer.server.admission import Trainings
@@ -53,7 +53,7 @@ class Backend:
         self.metrics = Metrics()
         self._logs = state / LOGS
         self._engine: Engine | None = None
-        self._learner: Learner | None = None
+        self._learner: LearnerProcess | None = None
         self._gate = Gate()
         self._starting = asyncio.Lock()
         self._registering = asyncio.Lock()
@@ -180,7 +180,7 @@ class Backend:
             await engine.configure(engine_args or {})
             if self._wrap_engine:
                 engine = self._wrap_engine(engine, directory)
-            learner = Learner(base_model, log=self._logs / "learner.log", config=config)
+            learner = LearnerProcess(base_model, log=self._logs / "learner.log", config=config)
             try:
                 await asyncio.gather(engine.start(), learner.start())
             except TrainerError:

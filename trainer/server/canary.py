@@ -9,7 +9,7 @@ import logging
 
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.engine import Engine, SampleRequest
-from trainer.learner.process import Learner
+from trainer.learner.process import LearnerProcess
 from trainer.server.models import Model
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ BOUNDS = {None: 0.1, "fp8": 0.3}
 
 
 async def check(
-    engine: Engine, learner: Learner, tokenizer: Tokenizer, model: Model, bound: float
+    engine: Engine, learner: LearnerProcess, tokenizer: Tokenizer, model: Model, bound: float
 ) -> dict[str, float]:
     """Mean absolute difference of engine's and learner's logprobs at the model's newest step."""
     lora = model.lora_name(max(model.steps))

@@ -14,7 +14,7 @@ from kit.types import Json
 from trainer import checkpoint, faults
 from trainer.config import read_step_config
 from trainer.errors import OutOfMemory, TrainerError, WorkerDied
-from trainer.learner.process import Learner
+from trainer.learner.process import LearnerProcess
 from trainer.server import history
 from trainer.server.gate import Gate
 from trainer.server.journal import Request
@@ -34,7 +34,7 @@ class Training:
         self,
         model: Model,
         request: Request,
-        learner: Learner,
+        learner: LearnerProcess,
         gate: Gate,
         load: Callable[[Model, int], Awaitable[None]],
         check: Callable[[Model], Awaitable[dict[str, float]]],

@@ -55,9 +55,9 @@ def _mask(ends: Tensor, blocks: list[Tensor]) -> dict[str, Any]:
     return {"mask_mod": _visible(), "aux_tensors": [ends], "block_sparse_tensors": sparse}
 
 
-def _causal(starts: Tensor, apart: Tensor) -> dict[str, Any]:
+def _causal(starts: Tensor, separate: Tensor) -> dict[str, Any]:
     # A tensor on the CPU, read here: as an argument of another kind it would be compiled in.
-    count, longest = apart.tolist()
+    count, longest = separate.tolist()
     if count == 1:
         return {"causal": True}
     starts = starts[: count + 1]
@@ -72,16 +72,16 @@ def tree_attention(
     values: Tensor,  # [B, T, K, E]
     ends: Tensor,  # [T] where the subtree of each token's segment ends
     starts: Tensor,  # [T + 1] where sequences that lie side by side start
-    apart: Tensor,  # [2] on the CPU: how many those are, and the longest
+    separate: Tensor,  # [2] on the CPU: how many those are, and the longest
     by_query: list[Tensor],  # counts and numbers of the blocks each block of queries sees
     by_key: list[Tensor],  # the same the other way round
 ) -> tuple[Tensor, Tensor]:
     """What the queries find [B, T, H, E], and the logarithm of their weights' sums [B, H, T]."""
     from flash_attn.cute.interface import _flash_attn_fwd
 
-    flat = apart[0] > 1
+    flat = separate[0] > 1
     given = [it[0] if flat else it for it in (queries, keys, values)]
-    mask = _causal(starts, apart) if apart[0] else _mask(ends, by_query)
+    mask = _causal(starts, separate) if separate[0] else _mask(ends, by_query)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of CuTe's, about its own arguments
         out, total, *_ = _flash_attn_fwd(*given, return_lse=True, **mask)
@@ -90,7 +90,7 @@ def tree_attention(
 
 @tree_attention.register_fake
 def _(
-    queries: Tensor, keys: Tensor, values: Tensor, ends: Tensor, starts: Tensor, apart: Tensor,
+    queries: Tensor, keys: Tensor, values: Tensor, ends: Tensor, starts: Tensor, separate: Tensor,
     by_query: list[Tensor], by_key: list[Tensor],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     batch, length, heads, _ = queries.shape
@@ -103,13 +103,13 @@ def _(
 @torch.library.custom_op("art_cluster::tree_attention_backward", mutates_args=())
 def tree_attention_backward(
     queries: Tensor, keys: Tensor, values: Tensor, out: Tensor, total: Tensor, grad: Tensor,
-    ends: Tensor, starts: Tensor, apart: Tensor, by_key: list[Tensor],
+    ends: Tensor, starts: Tensor, separate: Tensor, by_key: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from flash_attn.cute.interface import _flash_attn_bwd
 
-    flat = apart[0] > 1
+    flat = separate[0] > 1
     given = [it[0] if flat else it for it in (queries, keys, values, out, grad, total)]
-    mask = _causal(starts, apart) if apart[0] else _mask(ends, by_key)
+    mask = _causal(starts, separate) if separate[0] else _mask(ends, by_key)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         q, k, v = _flash_attn_bwd(*given, **mask)[:3]
@@ -119,7 +119,7 @@ def tree_attention_backward(
 @tree_attention_backward.register_fake
 def _(
     queries: Tensor, keys: Tensor, values: Tensor, out: Tensor, total: Tensor, grad: Tensor,
-    ends: Tensor, starts: Tensor, apart: Tensor, by_key: list[Tensor],
+    ends: Tensor, starts: Tensor, separate: Tensor, by_key: list[Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v = (
         torch.empty_like(it, memory_format=torch.contiguous_format)
@@ -134,9 +134,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, grad: Tensor, total_grad: Tensor) -> tuple[Any, ...]:
-    queries, keys, values, out, total, ends, starts, apart, *by_key = ctx.saved_tensors
+    queries, keys, values, out, total, ends, starts, separate, *by_key = ctx.saved_tensors
     found = tree_attention_backward(
-        queries, keys, values, out, total, grad.contiguous(), ends, starts, apart, by_key
+        queries, keys, values, out, total, grad.contiguous(), ends, starts, separate, by_key
     )
     none = [None] * len(by_key)
     return *found, None, None, None, none, none
