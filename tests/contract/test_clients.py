@@ -25,9 +25,12 @@ def agents_python() -> Path:
     return python_of("agents")
 
 
-def all_differ(logprobs: list[float]) -> bool:
-    """Whether each step's weights are others; vLLM's rounding alone moves a logprob by 1e-6."""
-    return all(abs(a - b) > 1e-4 for a, b in itertools.pairwise(logprobs))
+def all_differ(fingerprints: list[list[float]]) -> bool:
+    """Whether each step changed the weights; vLLM's rounding alone moves a logprob by 1e-6."""
+    return all(
+        max(abs(a - b) for a, b in zip(before, after, strict=True)) > 1e-4
+        for before, after in itertools.pairwise(fingerprints)
+    )
 
 
 def steps_on_disk(serving: Serving, name: str) -> list[str]:
@@ -46,8 +49,8 @@ def test_the_backend_of_openpipe_art_0_5_0_trains_logs_deletes_and_forks(
     python = python_of("art-0.5.0")
     told = run_client(python, "art_generation_1.py", serving.control, serving.openai, cwd=tmp_path)
     assert told["steps"] == [0, 1, 2, 3]
-    assert len(told["logprobs"]) == 4 and all_differ(told["logprobs"])
-    assert told["fork"] == pytest.approx(told["logprobs"][-1], abs=1e-4)
+    assert len(told["fingerprints"]) == 4 and all_differ(told["fingerprints"])
+    assert told["fork"] == pytest.approx(told["fingerprints"][-1], abs=1e-4)
     # The newest, and the best by val/reward: all are equal, and the later of equals wins.
     assert steps_on_disk(serving, "generation-1") == ["0002", "0003"]
     assert steps_on_disk(serving, "generation-1-fork") == ["0000", "0003"]
@@ -70,7 +73,7 @@ def test_the_unmodified_serverless_backend_of_0_5_18_trains(
 ) -> None:
     told = run_client(agents_python, "art_serverless.py", serving.openai, cwd=tmp_path)
     assert told["steps"] == [0, 1, 2, 3]
-    assert len(told["logprobs"]) == 4 and all_differ(told["logprobs"])
+    assert len(told["fingerprints"]) == 4 and all_differ(told["fingerprints"])
     assert told["metrics"]["loss/grad_norm"] > 0
     assert told["metrics"]["data/retokenized"] == 0
     assert steps_on_disk(serving, "serverless") == ["0003"]
@@ -87,7 +90,7 @@ def test_our_backend_trains_openpipe_art_0_5_18_without_torch(
     # Two supervised steps follow, whose loss falls.
     assert told["names"] == [f"backend@{step}" for step in (0, 1, 2, 3, 5)]
     assert told["losses"] == sorted(told["losses"], reverse=True) and len(told["losses"]) == 3
-    assert len(told["logprobs"]) == 4 and all_differ(told["logprobs"])
+    assert len(told["fingerprints"]) == 4 and all_differ(told["fingerprints"])
     assert (
         "0005" in steps_on_disk(serving, "backend") and len(steps_on_disk(serving, "backend")) < 6
     )
@@ -102,5 +105,5 @@ def test_plain_openai_and_json_train_too(
         agents_python, "plain_openai.py", serving.control, serving.openai, cwd=tmp_path
     )
     assert told["steps"] == [0, 1, 2]
-    assert len(told["logprobs"]) == 3 and all_differ(told["logprobs"])
+    assert len(told["fingerprints"]) == 3 and all_differ(told["fingerprints"])
     assert {"openai", "openai@0", "openai@1", "openai@2"} <= set(told["names"])

@@ -140,25 +140,30 @@ async def test_the_real_art_client_trains_two_steps_and_sees_the_weights_change(
     assert sorted(path.name for path in checkpoints.iterdir()) == ["0000", "0001", "0002"]
     assert all(damage(path) == [] for path in checkpoints.iterdir())
 
-    ask = {
-        "messages": [{"role": "user", "content": "Say something"}],
-        "max_tokens": 4,
-        "temperature": 0,
-    }
     chat = model.openai_client().chat.completions
-    old, new = [await chat.create(model=f"client@{step}", **ask) for step in (0, 2)]
-    latest = await chat.create(model="client", **ask)
-    followed = await chat.create(model=BASE, **ask)
-    frozen = await chat.create(model=f"{BASE}@base", **ask)
 
-    def first_logprob(answer: Any) -> float:
-        return answer.choices[0].logprobs.content[0].logprob
+    async def fingerprint(name: str) -> tuple[set[int], list[float]]:
+        """The policy steps behind `name`, and the likeliest first token's logprobs."""
+        answers = [
+            await chat.create(
+                model=name,
+                messages=[{"role": "user", "content": f"Say something about {number}"}],
+                max_tokens=1,
+                temperature=0,
+            )
+            for number in range(8)
+        ]
+        logprobs = [answer.choices[0].logprobs.content[0].logprob for answer in answers]
+        return {answer.policy_step for answer in answers}, logprobs
 
-    assert [a.policy_step for a in (old, new, latest, followed, frozen)] == [0, 2, 2, 2, 0]
+    names = ("client@0", "client@2", "client", BASE, f"{BASE}@base")
+    steps, found = zip(*[await fingerprint(name) for name in names], strict=True)
+    assert steps == ({0}, {2}, {2}, {2}, {0})
+    old, new, latest, followed, frozen = found
     # vLLM computes a prompt that it has cached in other chunks, and so rounds otherwise.
-    close = pytest.approx(first_logprob(new), abs=1e-4)
-    assert first_logprob(latest) == close and first_logprob(followed) == close
-    assert first_logprob(old) == pytest.approx(first_logprob(frozen), abs=1e-4)
-    assert first_logprob(old) != close
+    close = pytest.approx(new, abs=1e-4)
+    assert latest == close and followed == close
+    assert old == pytest.approx(frozen, abs=1e-4)
+    assert old != close
     await model.openai_client().close()
     await backend.close()

@@ -5,7 +5,7 @@ import sys
 
 import art
 from art.types import TrainSFTConfig
-from common import BASE, QUESTION, first_logprob, reward, tell
+from common import BASE, QUESTION, fingerprint, reward, tell
 
 from trainer.client import ArtBackend
 from trainer.errors import TrainerError
@@ -27,7 +27,7 @@ async def main(control: str, openai: str) -> None:
         name="backend", project="contract", base_model=BASE, base_path="art-local"
     )
     await model.register(backend)
-    names, logprobs, steps = [model.get_inference_name()], [], [await model.get_step()]
+    names, fingerprints, steps = [model.get_inference_name()], [], [await model.get_step()]
     for _ in range(3):
         group = art.TrajectoryGroup([await rollout(model, number) for number in range(4)])
         result = await backend.train(
@@ -44,7 +44,7 @@ async def main(control: str, openai: str) -> None:
         await model.log([group], metrics=result.metrics, step=result.step, split="train")
         names.append(model.get_inference_name())
         steps.append(result.step)
-    logprobs = [first_logprob(openai, name) for name in names]
+    fingerprints = [fingerprint(openai, name) for name in names]
     lesson = art.Trajectory(messages_and_choices=[*QUESTION, {"role": "assistant", "content": "a"}])
     config = TrainSFTConfig(learning_rate=[1e-2, 1e-2, 1e-2], batch_size=1)
     losses = [
@@ -59,7 +59,7 @@ async def main(control: str, openai: str) -> None:
             await backend.train(model, [group], **setting)
         except TrainerError as error:
             refused[next(iter(setting))] = error.message
-    tell(steps=steps, names=names, losses=losses, logprobs=logprobs, refused=refused)
+    tell(steps=steps, names=names, losses=losses, fingerprints=fingerprints, refused=refused)
     await backend.close()
 
 

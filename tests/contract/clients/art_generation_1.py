@@ -4,7 +4,7 @@ import asyncio
 import sys
 
 import art
-from common import BASE, QUESTION, first_logprob, reward, tell
+from common import BASE, QUESTION, fingerprint, reward, tell
 
 
 async def rollout(model: art.TrainableModel, number: int) -> art.Trajectory:
@@ -22,7 +22,7 @@ async def main(control: str, openai: str) -> None:
     backend = art.Backend(base_url=control)
     model = art.TrainableModel(name="generation-1", project="contract", base_model=BASE)
     await model.register(backend)
-    logprobs, steps = [first_logprob(openai, model.name)], [await model.get_step()]
+    fingerprints, steps = [fingerprint(openai, model.name)], [await model.get_step()]
     for _ in range(3):
         group = await art.gather_trajectory_groups(
             [art.TrajectoryGroup(rollout(model, number) for number in range(4))]
@@ -30,11 +30,11 @@ async def main(control: str, openai: str) -> None:
         await model.log(group, split="val")
         await model.train(group, config=art.TrainConfig(learning_rate=1e-3, beta=0.01))
         steps.append(await model.get_step())
-        logprobs.append(first_logprob(openai, model.name))
+        fingerprints.append(fingerprint(openai, model.name))
     await model.delete_checkpoints()
     fork = art.TrainableModel(name="generation-1-fork", project="contract", base_model=BASE)
     await backend._experimental_fork_checkpoint(fork, from_model=model.name)
-    tell(steps=steps, logprobs=logprobs, fork=first_logprob(openai, fork.name))
+    tell(steps=steps, fingerprints=fingerprints, fork=fingerprint(openai, fork.name))
     await backend.close()
 
 

@@ -5,7 +5,7 @@ import sys
 
 import art
 from art.serverless.backend import ServerlessBackend
-from common import BASE, QUESTION, first_logprob, reward, tell
+from common import BASE, QUESTION, fingerprint, reward, tell
 
 
 async def rollout(model: art.TrainableModel, number: int) -> art.Trajectory:
@@ -23,22 +23,24 @@ async def main(openai: str) -> None:
         name="serverless", project="contract", base_model=BASE, base_path="art-local"
     )
     await model.register(backend)
-    logprobs, steps = [first_logprob(openai, model.get_inference_name())], [await model.get_step()]
+    steps = [await model.get_step()]
+    fingerprints = [fingerprint(openai, model.get_inference_name())]
     metrics = {}
     for _ in range(3):
         group = art.TrajectoryGroup([await rollout(model, number) for number in range(4)])
         result = await backend.train(model, [group], learning_rate=1e-3)
         steps.append(result.step)
         metrics = result.metrics
-        logprobs.append(first_logprob(openai, model.get_inference_name()))
-    assert abs(first_logprob(openai, model.get_inference_name(step=1)) - logprobs[1]) < 1e-4
+        fingerprints.append(fingerprint(openai, model.get_inference_name()))
+    older = fingerprint(openai, model.get_inference_name(step=1))
+    assert all(abs(a - b) < 1e-4 for a, b in zip(older, fingerprints[1], strict=True))
     await model.delete_checkpoints()
     try:
         await backend.train(model, [group], learning_rate=-1.0)
         refused = ""
     except Exception as error:
         refused = str(error)
-    tell(steps=steps, logprobs=logprobs, metrics=metrics, refused=refused)
+    tell(steps=steps, fingerprints=fingerprints, metrics=metrics, refused=refused)
     await backend.close()
 
 

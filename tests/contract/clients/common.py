@@ -20,9 +20,16 @@ def tell(**result: Any) -> None:
     sys.stdout.write(json.dumps(result) + "\n")
 
 
-def first_logprob(openai_url: str, name: str) -> float:
-    """How likely the weights behind `name` find one fixed token: it tells weights apart."""
-    body = {"model": name, "messages": QUESTION, "max_tokens": 1, "temperature": 0}
-    answer = httpx.post(f"{openai_url}/v1/chat/completions", json=body, timeout=60)
-    answer.raise_for_status()
-    return float(answer.json()["choices"][0]["logprobs"]["content"][0]["logprob"])
+def fingerprint(openai_url: str, name: str) -> list[float]:
+    """Logprobs of the likeliest first token after eight questions: they tell weights apart.
+
+    A step may hardly move one of them, by chance; it never leaves all eight where they were.
+    """
+    found = []
+    for number in range(8):
+        question = {"role": "user", "content": f"Say something about {number}"}
+        body = {"model": name, "messages": [question], "max_tokens": 1, "temperature": 0}
+        answer = httpx.post(f"{openai_url}/v1/chat/completions", json=body, timeout=60)
+        answer.raise_for_status()
+        found.append(float(answer.json()["choices"][0]["logprobs"]["content"][0]["logprob"]))
+    return found

@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 import openai
-from common import BASE, QUESTION, first_logprob, reward, tell
+from common import BASE, QUESTION, fingerprint, reward, tell
 
 
 def main(control: str, openai_url: str) -> None:
@@ -15,7 +15,7 @@ def main(control: str, openai_url: str) -> None:
     http.post("/register", json=model).raise_for_status()
     prepared = http.post("/_prepare_backend_for_training", json={"model": model})
     assert prepared.raise_for_status().json() == [f"{openai_url}/v1", "default"]
-    logprobs, steps = [first_logprob(openai_url, "openai")], [0]
+    fingerprints, steps = [fingerprint(openai_url, "openai")], [0]
     for _ in range(2):
         answer = client.chat.completions.create(
             model="openai", messages=QUESTION, max_tokens=8, n=4
@@ -28,8 +28,9 @@ def main(control: str, openai_url: str) -> None:
         body["config"] = {"learning_rate": 1e-3}
         http.post("/_train_model", json=body).raise_for_status()
         steps.append(http.post("/_get_step", json=model).json())
-        logprobs.append(first_logprob(openai_url, "openai"))
-    tell(steps=steps, logprobs=logprobs, names=[served.id for served in client.models.list()])
+        fingerprints.append(fingerprint(openai_url, "openai"))
+    names = [served.id for served in client.models.list()]
+    tell(steps=steps, fingerprints=fingerprints, names=names)
 
 
 main(*sys.argv[1:])
