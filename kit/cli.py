@@ -1,4 +1,4 @@
-"""What both command lines share: how errors, notes and JSON reach the person or the pipe.
+"""Output of both command lines: errors and notes for people, JSON for programs.
 
 stdout is data, stderr is for people. Exit codes: 0 done, 1 our error, 2 usage.
 """
@@ -16,7 +16,7 @@ from kit.errors import KitError
 
 
 def version() -> str:
-    """The installed version; the code may also run from a bare checkout on the path."""
+    """The installed version, or `0.dev` when the code runs from a bare checkout."""
     try:
         return importlib.metadata.version("art-cluster")
     except importlib.metadata.PackageNotFoundError:
@@ -24,7 +24,7 @@ def version() -> str:
 
 
 def note(message: str) -> None:
-    """Tell the person something, on stderr."""
+    """Print a message for people, on stderr."""
     click.echo(message, err=True, color=_color())
 
 
@@ -44,7 +44,7 @@ def show_error(error: KitError) -> None:
 
 
 def run(command: Callable[..., Any], name: str) -> None:
-    """Run a click command as a program: every KitError becomes a sentence, a hint and exit 1."""
+    """Run a click command as a program: a KitError prints its message and hint, and exits 1."""
     try:
         command(prog_name=name)
     except KitError as error:

@@ -1,7 +1,7 @@
-"""Configuration that forgives nothing: unknown keys are refused, all faults are told at once.
+"""Strict configuration: unknown keys are refused, and one error lists every fault.
 
 `load` reads a YAML file into a model and names the line of each fault. Numbers such as `1e-6`,
-which YAML 1.1 takes for strings, are numbers here.
+which YAML 1.1 reads as strings, are numbers here.
 """
 
 import difflib
@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 import pydantic
 import yaml
 
-from kit.errors import ConfigError
+from kit.errors import ConfigError, plural
 
 Location = tuple[str | int, ...]
 
 
 class Config(pydantic.BaseModel):
-    """Base of every configuration: no unknown key, no change after it is built."""
+    """Base class of every configuration: refuses unknown keys and cannot be changed."""
 
     model_config = pydantic.ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True
@@ -32,7 +32,7 @@ ConfigT = TypeVar("ConfigT", bound=pydantic.BaseModel)
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads YAML 1.2 floats and refuses a key that is given twice."""
+    """SafeLoader that reads YAML 1.2 floats and refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
@@ -60,7 +60,7 @@ _Loader.add_implicit_resolver(
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Location, int]]:
-    """Return the mapping in `path` and the line of every key and item in it."""
+    """Return the mapping in `path` and the line number of every key and item."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -69,7 +69,7 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Location, int]]:
         ) from None
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(
-            f"`{path}` cannot be read: {exc}", hint="Give a YAML file that you may read"
+            f"`{path}` cannot be read: {exc}", hint="Check its permissions and its encoding (UTF-8)"
         ) from exc
     try:
         loader = _Loader(text)
@@ -79,10 +79,10 @@ def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Location, int]]:
         mark = getattr(exc, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
         problem = getattr(exc, "problem", None) or str(exc)
-        raise ConfigError(f"`{where}` is not valid YAML: {problem}", hint="Mend that line") from exc
+        raise ConfigError(f"`{where}` is not valid YAML: {problem}", hint="Fix that line") from exc
     if not isinstance(data, dict):
         raise ConfigError(
-            f"`{path}` holds no mapping at its top level", hint="Write `key: value` lines"
+            f"`{path}` is not a mapping at its top level", hint="Write `key: value` lines"
         )
     return data, dict(_lines(node)) if node is not None else {}
 
@@ -101,7 +101,7 @@ def _lines(node: yaml.Node, at: Location = ()) -> Iterable[tuple[Location, int]]
 
 
 def load(model: type[ConfigT], path: Path) -> ConfigT:
-    """Read `path` into `model`, or raise one error that lists every fault with its line."""
+    """Read `path` into `model`. An error lists every fault with its line."""
     data, lines = read_yaml(path)
     return validate(model, data, source=str(path), lines=lines)
 
@@ -113,34 +113,34 @@ def validate(
     source: str,
     lines: dict[Location, int] | None = None,
 ) -> ConfigT:
-    """Build `model` from `data`; `source` names where the data came from in the error."""
+    """Build `model` from `data`. Errors name `source` as the origin of the data."""
     try:
         return model.model_validate(data)
     except pydantic.ValidationError as exc:
-        raise faults(exc, model, source=source, lines=lines or {}) from exc
+        raise _config_error(exc, model, source=source, lines=lines or {}) from exc
 
 
-def faults(
+def _config_error(
     exc: pydantic.ValidationError,
     model: type[pydantic.BaseModel],
     *,
     source: str,
     lines: dict[Location, int],
 ) -> ConfigError:
-    """Say all of pydantic's complaints in our words, nearest right name included."""
-    told = []
+    """Translate pydantic's errors into one message, with the closest name for each typo."""
+    faults = []
     for error in exc.errors(include_url=False):
         place = _as_written(tuple(error["loc"]), lines)
         name = ".".join(str(part) for part in place) or "the whole file"
         line = _nearest_line(place, lines)
-        told.append((f"line {line}: " if line else "") + f"`{name}` {_complaint(error, model)}")
+        faults.append((f"line {line}: " if line else "") + f"`{name}` {_explain(error, model)}")
     return ConfigError(
-        f"`{source}` has {len(told)} fault{'s' * (len(told) > 1)}: " + "; ".join(told),
-        hint=f"Mend {'them' if len(told) > 1 else 'it'} and try again",
+        f"`{source}` has {plural(len(faults), 'fault')}: " + "; ".join(faults),
+        hint=f"Fix {'it' if len(faults) == 1 else 'them'} and try again",
     )
 
 
-def _complaint(error: Any, model: type[pydantic.BaseModel]) -> str:
+def _explain(error: Any, model: type[pydantic.BaseModel]) -> str:
     if error["type"] == "extra_forbidden":
         return "is not a setting" + _nearest(error["loc"][-1], _names_at(model, error["loc"][:-1]))
     if error["type"] == "missing":
@@ -154,7 +154,7 @@ def _complaint(error: Any, model: type[pydantic.BaseModel]) -> str:
 
 
 def _as_written(place: Location, lines: dict[Location, int]) -> Location:
-    """A fault's place without the tags that pydantic puts in for the members of a union."""
+    """Drop the tags that pydantic inserts into a location for the members of a union."""
     if not lines:
         return place
     path: Location = ()
@@ -178,12 +178,12 @@ def _nearest(name: str | int, known: Iterable[str]) -> str:
 
 
 def _names_at(model: type[pydantic.BaseModel], place: Location) -> list[str]:
-    """The settings that exist at `place`, none when no model is there."""
-    found: Any = model
+    """Names of the settings at `place`; empty if there is no model at that place."""
+    annotation: Any = model
     for part in place:
-        found = _child(found, str(part))
-    models = [each for each in _members(found) if _is_model(each)]
-    return [field.alias or name for each in models for name, field in each.model_fields.items()]
+        annotation = _child(annotation, str(part))
+    models = [member for member in _members(annotation) if _is_model(member)]
+    return [field.alias or name for found in models for name, field in found.model_fields.items()]
 
 
 def _child(annotation: Any, part: str) -> Any:
@@ -194,7 +194,7 @@ def _child(annotation: Any, part: str) -> Any:
                     return field.annotation
         elif typing.get_origin(member) is dict:
             return typing.get_args(member)[1]
-    # The tag of a union's member: the name that follows belongs to that member.
+    # `part` may be the tag of a union's member; the next part then names a field of that member.
     for member in _members(annotation, keep_tags=True):
         if any(getattr(mark, "tag", None) == part for mark in getattr(member, "__metadata__", ())):
             return member
@@ -202,7 +202,7 @@ def _child(annotation: Any, part: str) -> Any:
 
 
 def _members(annotation: Any, *, keep_tags: bool = False) -> list[Any]:
-    """The alternatives of an annotation, one when it is no union."""
+    """The members of a union, or the annotation itself if it is not a union."""
     while typing.get_origin(annotation) is typing.Annotated:
         if keep_tags and any(isinstance(m, pydantic.Tag) for m in annotation.__metadata__):
             return [annotation]

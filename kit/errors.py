@@ -1,4 +1,4 @@
-"""The root of both error trees: one sentence that says what happened, and a hint what to do.
+"""The root of both error trees. An error has a message (what happened) and a hint (what to do).
 
 KitError
 ├── launcher.errors.LauncherError
@@ -7,9 +7,9 @@ KitError
 
 
 class KitError(Exception):
-    """What happened, with values in backticks; `hint` says what to do next.
+    """An error for people: one sentence with values in backticks, and a hint.
 
-    Only the message reaches `Exception.__init__`, so every error pickles across a process.
+    Only the message reaches `Exception.__init__`, so errors pickle between processes.
     """
 
     hint = ""
@@ -25,8 +25,13 @@ class KitError(Exception):
 
 
 class ConfigError(KitError):
-    """Settings, flags or a file that cannot be used as they stand."""
+    """Settings, flags or a file that cannot be used."""
 
 
 class NotInstalled(KitError):
-    """A package that an optional part needs is absent."""
+    """A package that an optional part needs is not installed."""
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 fault`, `2 faults`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,6 +1,6 @@
-"""`manifest.json`: the sha256 of every file of a checkpoint, and what the checkpoint is.
+"""`manifest.json`: the sha256 of every file in a checkpoint, and its step, parent and config.
 
-The server writes one, the launcher checks it after a pull; both through this module.
+The server writes it, and the launcher checks it after a pull.
 """
 
 import hashlib
@@ -13,36 +13,36 @@ from typing import Any
 
 MANIFEST = "manifest.json"
 
-
-_known: dict[tuple[int, ...], str] = {}
-_SETTLED = 100_000_000  # ns; a file written this recently could change within one clock tick
+_cached_hashes: dict[tuple[int, ...], str] = {}
+_SETTLED_NS = 100_000_000
+"""A file written more recently than this could change again within one clock tick."""
 
 
 def sha256(path: Path) -> str:
-    """The hash of a file; one that is the same file, unwritten since, is not read again."""
+    """The hash of a file. A file that has not changed since the last call is not read again."""
     about = path.stat()
     identity = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
-    if identity in _known:
-        return _known[identity]
+    if identity in _cached_hashes:
+        return _cached_hashes[identity]
     now = time.time_ns()
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if now - max(about.st_mtime_ns, about.st_ctime_ns) > _SETTLED:
-        _known[identity] = digest
+    if now - max(about.st_mtime_ns, about.st_ctime_ns) > _SETTLED_NS:
+        _cached_hashes[identity] = digest
     return digest
 
 
 def write_manifest(
     directory: Path, about: dict[str, Any], hashes: Mapping[str, str] | None = None
 ) -> None:
-    """Describe every file under `directory`; `about` holds step, parent, config and the like.
+    """Describe every file under `directory`; `about` holds the step, parent, config and so on.
 
-    `hashes` are those of files that were hashed while they were written.
+    `hashes` holds those of files that were hashed while they were written.
     """
     known = hashes or {}
     found = (path for path in sorted(directory.rglob("*")) if path.is_file())
     paths = {str(path.relative_to(directory)): path for path in found if path.name != MANIFEST}
-    with ThreadPoolExecutor(4) as pool:  # hashing is outside Python's lock
+    with ThreadPoolExecutor(4) as pool:  # hashing releases the GIL
         digests = list(pool.map(lambda name: known.get(name) or sha256(paths[name]), paths))
     files = {
         name: {"sha256": digest, "bytes": path.stat().st_size}
@@ -53,7 +53,7 @@ def write_manifest(
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:
-    """The manifest of `directory`, or None when it is absent or not a manifest."""
+    """The manifest of `directory`, or None if it is missing or not a manifest."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -62,11 +62,11 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
 
 
 def damage(directory: Path) -> list[str]:
-    """What is wrong with the files of `directory`, a sentence each; empty when all match."""
+    """One sentence for each file of `directory` that does not match its manifest."""
     manifest = read_manifest(directory)
     if manifest is None:
         return [f"`{directory}` has no readable `{MANIFEST}`"]
-    with ThreadPoolExecutor(4) as pool:  # hashing is outside Python's lock
+    with ThreadPoolExecutor(4) as pool:  # hashing releases the GIL
         paths = [directory / name for name in manifest["files"]]
         return [fault for fault in pool.map(_fault, paths, manifest["files"].values()) if fault]
 

@@ -1,6 +1,7 @@
-"""Settings from everywhere: flag > environment > `.env` > file > default.
+"""Settings from several sources, in this order: flag > environment > `.env` > file > default.
 
-A settings model is a `Config` whose fields carry `Env("NAME")`; `gather` builds it.
+A settings model is a `Config` with `Env("NAME")` on the fields that have an environment variable;
+`gather` builds it.
 """
 
 import os
@@ -28,7 +29,7 @@ SettingsT = TypeVar("SettingsT", bound=Config)
 
 
 def variables(model: type[Config]) -> dict[str, str]:
-    """Environment variable of each field that has one: `{"base_model": "BASE_MODEL"}`."""
+    """The environment variable of each field that has one: `{"base_model": "BASE_MODEL"}`."""
     return {
         name: mark.name
         for name, field in model.model_fields.items()
@@ -38,15 +39,16 @@ def variables(model: type[Config]) -> dict[str, str]:
 
 
 def read_env_file(path: Path | None) -> dict[str, str]:
-    """The variables in `path`; `.env` when None. A file that was named must exist."""
+    """The non-empty variables in `path`, which must exist; by default those in `.env`, if any."""
     if path is None:
         path = ENV_FILE
         if not path.is_file():
             return {}
     elif not path.is_file():
-        # python-dotenv gives {} for an absent file, and a run would start without its keys.
+        # python-dotenv returns {} for a missing file, and a run would start without its keys.
         raise ConfigError(
-            f"There is no env file `{path}`", hint="Copy `.env.example` to it and fill it in"
+            f"There is no env file `{path}`",
+            hint=f"Copy `.env.example` to `{path}` and fill it in",
         )
     values = dotenv.dotenv_values(path)
     return {name: value for name, value in values.items() if value}
@@ -60,12 +62,12 @@ def gather(
     file: Mapping[str, Any] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> SettingsT:
-    """Build `model`. A flag of None and an empty variable count as not given."""
+    """Build `model` from all sources. A flag of None and an empty variable count as not set."""
     environment = os.environ if environment is None else environment
     dotenv_file = read_env_file(env_file)
     values: dict[str, Any] = dict(file or {})
     for field, variable in variables(model).items():
-        if given := environment.get(variable) or dotenv_file.get(variable):
-            values[field] = given
+        if value := environment.get(variable) or dotenv_file.get(variable):
+            values[field] = value
     values.update({name: value for name, value in (flags or {}).items() if value is not None})
     return validate(model, values, source="settings")

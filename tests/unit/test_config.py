@@ -35,12 +35,12 @@ def test_every_way_to_write_a_float_is_a_float(tmp_path: Path, text: str) -> Non
 
 
 @pytest.mark.parametrize("text", ["e5", "1e", "v1e5", "1-e5", "'1e5'"])
-def test_what_only_looks_like_a_float_stays_text(tmp_path: Path, text: str) -> None:
+def test_text_that_only_looks_like_a_float_stays_text(tmp_path: Path, text: str) -> None:
     data, _ = read_yaml(write(tmp_path, f"x: {text}\n"))
     assert data == {"x": text.strip("'")}
 
 
-def test_every_fault_is_told_at_once_with_its_line(tmp_path: Path) -> None:
+def test_one_error_lists_every_fault_with_its_line(tmp_path: Path) -> None:
     text = "name: a\ntraining:\n  learning_rat: 1\nepochs: soon\n"
     with pytest.raises(ConfigError) as caught:
         load(Outer, write(tmp_path, text))
@@ -53,7 +53,7 @@ def test_every_fault_is_told_at_once_with_its_line(tmp_path: Path) -> None:
     assert "line 4: `epochs`" in message
 
 
-def test_a_missing_file_and_bad_yaml_are_one_sentence(tmp_path: Path) -> None:
+def test_a_missing_file_and_bad_yaml_are_reported_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"There is no file `.*nope\.yaml`"):
         load(Outer, tmp_path / "nope.yaml")
     with pytest.raises(ConfigError, match=r"config\.yaml:2` is not valid YAML"):

@@ -20,7 +20,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("kind", ERRORS.values(), ids=ERRORS)
-def test_every_error_survives_pickling_with_its_hint(kind: type[KitError]) -> None:
+def test_every_error_keeps_its_message_and_hint_when_pickled(kind: type[KitError]) -> None:
     error = pickle.loads(pickle.dumps(kind("`x` broke", hint="Fix `x`")))
     assert (type(error), error.message, error.hint) == (kind, "`x` broke", "Fix `x`")
 

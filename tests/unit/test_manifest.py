@@ -10,7 +10,7 @@ def checkpoint(directory: Path) -> Path:
     return directory
 
 
-def test_an_untouched_directory_is_whole(tmp_path: Path) -> None:
+def test_an_unchanged_directory_has_no_damage(tmp_path: Path) -> None:
     directory = checkpoint(tmp_path)
     assert damage(directory) == []
     manifest = read_manifest(directory)

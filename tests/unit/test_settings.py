@@ -30,16 +30,16 @@ def test_flag_beats_environment_beats_env_file_beats_file_beats_default(tmp_path
     assert color(file=file, env_file=env_file, environment=environment, flags=flags) == "from-flag"
 
 
-def test_an_empty_variable_and_a_flag_of_none_are_not_given() -> None:
+def test_an_empty_variable_and_a_flag_of_none_count_as_not_set() -> None:
     assert gather(Settings, environment={"COLOR": ""}, flags={"color": None}).color == "default"
 
 
-def test_a_named_env_file_that_is_absent_is_an_error(tmp_path: Path) -> None:
+def test_a_named_env_file_must_exist(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="There is no env file"):
         gather(Settings, env_file=tmp_path / "absent", environment={})
 
 
-def test_the_default_env_file_is_read_where_it_exists(
+def test_the_default_env_file_is_read_if_it_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
