@@ -11,7 +11,7 @@ import pytest
 
 from launcher.errors import LauncherError
 from launcher.settings import Settings
-from launcher.skypilot.resources import with_room
+from launcher.skypilot.plan import shared_resources
 from launcher.task import Task
 from tests.serving import free_port
 
@@ -38,7 +38,7 @@ def test_skypilot_makes_a_slurm_cluster_larger_than_its_job() -> None:
 
     ours = Task.load(ROOT / "sky/art-cpu.yaml", Settings())
     nothing = dict.fromkeys(("infra", "cloud", "cpus", "memory", "gpus", "instance_type"))
-    resources = with_room(ours.config["resources"], nothing, lambda: ["slurm"])
+    resources = shared_resources(ours.config["resources"], nothing, ["slurm"])
     (taken,) = sky.Task.from_yaml_config({**ours.config, "resources": resources}).resources
     assert taken.cloud.get_vcpus_mem_from_instance_type(taken.instance_type) == (4.0, 8.0)
     assert taken.cpus == "3+"  # what its job asks for
