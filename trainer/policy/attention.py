@@ -1,4 +1,4 @@
-"""Attention as the policy needs it: rotate-half RoPE, trees of packed sequences.
+"""Rotate-half RoPE, and softmax attention for every kind of mask that the policy uses.
 
 B rows, T query tokens, S key tokens, H query heads, K key heads, E head size.
 """
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
     from trainer.policy.tree_mask import TreeMask
 
-# Who attends to whom: [B, T, S] True where a query may look, None for causal; or for one packed
-# row its blocks, on CPU, and its tree, on a GPU (what flex attention made of it for plain layers).
+# None is causal. A tensor [B, T, S] is True where a query may attend to a key. A packed row has
+# blocks on CPU; on a GPU it has a tree for compiled layers and a BlockMask for plain ones.
 Mask: TypeAlias = "Tensor | list[Block] | BlockMask | TreeMask | None"
 
 
 @dataclass(frozen=True)
 class View:
-    """What one forward pass sees: positions, and who attends to whom."""
+    """The positions and the attention mask of one forward pass."""
 
     cos: Tensor  # [B, T, 1, E]
     sin: Tensor  # [B, T, 1, E]
@@ -35,7 +35,7 @@ class View:
 
 
 def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
-    """[E / 2] angular step of each pair of dimensions, scaled as the model was trained."""
+    """[E / 2] angular step of each pair of dimensions, with the model's RoPE scaling."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = 1.0 / rope.theta**exponents
     if rope.kind == "linear":
@@ -45,14 +45,14 @@ def inverse_frequencies(rope: Rope, head_dim: int, device: torch.device) -> Tens
         smooth = (rope.original_length / wavelengths - rope.low_freq_factor) / (
             rope.high_freq_factor - rope.low_freq_factor
         )
-        # Long waves are stretched by `factor`, short ones kept, those between blended.
+        # `factor` stretches long waves; short ones stay, and those in between are blended.
         smooth = smooth.clamp(0, 1)
         return (1 - smooth) * frequencies / rope.factor + smooth * frequencies
     return frequencies
 
 
 def rotations(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [B, T, 1, E] of every position; angles in fp32, whatever the model's dtype."""
+    """cos and sin [B, T, 1, E] of every position. Angles are in fp32, whatever `dtype` is."""
     angles = positions[..., None].float() * frequencies  # [B, T, E / 2]
     angles = torch.cat([angles, angles], dim=-1)[:, :, None]
     return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -60,7 +60,7 @@ def rotations(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tup
 
 @functools.cache
 def _flex_attention() -> Callable[..., Tensor]:
-    # Compiled when first used, on a GPU only: elsewhere the compiler is not even imported.
+    # Compiled at first use, on a GPU only: a CPU never imports the compiler.
     from torch.nn.attention.flex_attention import flex_attention
 
     compiled: Callable[..., Tensor] = torch.compile(flex_attention)
@@ -76,7 +76,7 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
         return out
     batch, heads, length, size = queries.shape
     kv_heads, seen = keys.shape[1], keys.shape[2]
-    # The H / K queries of a key head are laid side by side, so that keys are never repeated.
+    # Put the H / K queries of a key head side by side, so that keys need not be repeated.
     grouped = queries.reshape(batch, kv_heads, heads // kv_heads * length, size) * size**-0.5
     scores = grouped @ keys.transpose(-1, -2)  # [B, K, H / K * T, S]
     scores = scores.view(batch, kv_heads, heads // kv_heads, length, seen)

@@ -1,7 +1,7 @@
-"""The small operations between matrix products, with their backward passes written out.
+"""The small operations between matrix products, with hand-written backward passes.
 
-On a small model they cost as much as the products: each passes over its tensors as few times as
-it can, and keeps for backward no more than it must. The values are those of the plain formulas.
+On a small model they cost as much as the products. Each one makes as few passes over its tensors
+as possible and saves only what backward needs. The results equal those of the plain formulas.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ class _LoraLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
     ) -> Tensor:
-        # The LoRA is kept in fp32 and used in the dtype of the rest.
+        # The LoRA is stored in fp32 and used in the dtype of x.
         low_a, low_b = a.to(x.dtype), b.to(x.dtype)
         low = x @ low_a.t()  # [N, R]
         out = torch.nn.functional.linear(x, weight, bias).addmm_(low, low_b.t(), alpha=scale)
@@ -36,7 +36,7 @@ class _LoraLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, low, low_a, low_b = ctx.saved_tensors
         grad = grads[0]
-        grad_low = grad @ low_b  # [N, R], to be scaled
+        grad_low = grad @ low_b  # [N, R], not scaled yet
         grad_b = (grad.t() @ low).to(ctx.dtype).mul_(ctx.scale)
         grad_a = (grad_low.t() @ x).to(ctx.dtype).mul_(ctx.scale)
         grad_x = None
@@ -46,7 +46,7 @@ class _LoraLinear(torch.autograd.Function):
 
 
 def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * scale over the last dimension, in fp32, in the dtype of x."""
+    """x / rms(x) * scale over the last dimension: computed in fp32, returned in the dtype of x."""
     out: Tensor = _RmsNorm.apply(x, scale, eps)  # type: ignore[no-untyped-call]
     return out
 
@@ -108,7 +108,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return turn(grads[0], cos, sin, -1), None, None  # the way back is the other way round
+        return turn(grads[0], cos, sin, -1), None, None  # the inverse rotation
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int = 1) -> Tensor:

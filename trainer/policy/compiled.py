@@ -1,4 +1,4 @@
-"""The layers of a policy on a GPU: compiled once, keeping as much as the memory has room for."""
+"""Runs a policy's layers on a GPU: compiled once, saving as many activations as memory allows."""
 
 import logging
 import sys
@@ -18,11 +18,11 @@ from trainer.policy.tree_mask import Lengths, TreeMask
 
 logger = logging.getLogger(__name__)
 LayerFunction = Callable[..., Tensor]
-VARIANTS = 128  # of the compiled layer; beyond torch's own limit of 8 a step would fail
+VARIANTS = 128  # compiled forms of a layer; with torch's default limit of 8, steps would fail
 
 
 class CompiledLayers:
-    """Runs the layers of one policy, compiled once for every layer and every row of a length."""
+    """Runs the layers of one policy. All layers and all rows of one length share a compilation."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class CompiledLayers:
         self._forward: LayerFunction = torch.compile(
             layer_forward, backend=backend, dynamic=False, fullgraph=True
         )
-        # A variant for each length, with and without a gradient, with and without the LoRA.
+        # There is a variant for each length, with and without gradients, with and without the LoRA.
         torch._dynamo.config.recompile_limit = VARIANTS
         self._caution = 1.0
         self._budget = FASTEST.budget
@@ -51,14 +51,14 @@ class CompiledLayers:
     def __call__(self, x: Tensor, view: View, *, recompute: bool | None = None) -> Tensor:
         """Run x [B, T, D] through the layers.
 
-        `recompute` keeps only the input of each for the backward pass; None does so for as many
-        as the free memory asks for.
+        With `recompute`, each layer saves only its input for the backward pass. None does so for
+        as many layers as the free memory requires.
         """
         assert isinstance(view.mask, TreeMask)
         row = row_mask(view.mask, x.dtype, self._architecture.head_dim)
         recomputed = 0
         if torch.is_grad_enabled():
-            x = x.requires_grad_()  # as in every later layer: the first is no other graph
+            x = x.requires_grad_()  # as in later layers, so that the first needs no other graph
             recomputed = self._recomputed(x, recompute)
         with functorch_config.patch(activation_memory_budget=self._budget):
             for number, layer in enumerate(self._layers):
@@ -70,7 +70,7 @@ class CompiledLayers:
         return x
 
     def plan_with_less_memory(self) -> None:
-        """Plan with less memory than there seems to be: what was planned did not fit."""
+        """Plan with a fifth less memory from now on, because a plan did not fit."""
         self._caution *= 0.8
         self._plans.clear()
 
@@ -83,7 +83,7 @@ class CompiledLayers:
             chosen = plan(
                 self._architecture,
                 tokens,
-                int(self._free(x.device) * self._caution) - self._to_come(),
+                int(self._free(x.device) * self._caution) - self._bytes_to_reserve(),
                 bytes_each=x.element_size(),
                 fused=fused,
                 rank=self._layers[0].mlp.w1.rank if fused else 0,
@@ -91,19 +91,19 @@ class CompiledLayers:
             logger.info("rows of %s tokens: %s", tokens, chosen)
             self._plans[tokens] = chosen
             if chosen.budget < self._budget:
-                # The compiler reads the budget once: what it made under another one is dropped.
+                # The compiler reads the budget only once, so drop what it compiled before.
                 self._budget = chosen.budget
                 torch._dynamo.reset()
         return self._plans[tokens].recomputed
 
-    def _to_come(self) -> int:
-        """Bytes of gradients and AdamW's moments, which are not there before the first step."""
+    def _bytes_to_reserve(self) -> int:
+        """Bytes of gradients and AdamW's moments that are not allocated before the first step."""
         trained = [it for layer in self._layers for it in layer.parameters() if it.requires_grad]
         return sum(12 * it.numel() for it in trained if it.grad is None)
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes we can still allocate, those that torch holds without using them included."""
+    """Bytes that can still be allocated, including those that torch has reserved but not used."""
     if device.type != "cuda":
         return sys.maxsize
     free, _ = torch.cuda.mem_get_info(device)

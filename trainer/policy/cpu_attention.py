@@ -1,9 +1,9 @@
-"""Attention over a packed row on CPU, computed only where the tree of sequences lets tokens look.
+"""Attention over a packed row on CPU, computed only between tokens that may see each other.
 
 The row is cut into blocks of queries. A block's keys are the ranges that any of its queries sees:
-the segments above it, which all of them see whole, and its own tokens, which are masked. Nothing
-is computed between sequences that do not see each other, and backward is written out, since
-PyTorch's masked attention on CPU is slow there.
+the segments above it, which all its queries see in full, and its own tokens, which are masked.
+Nothing is computed between sequences that do not see each other. The backward pass is written by
+hand, because PyTorch's masked attention has a slow one on CPU.
 
 T tokens, H query heads, K key heads, E head size, N queries of a block, S keys of a block.
 """
@@ -15,31 +15,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-QUERIES = 256  # in a block, about
-KEPT_CELLS = 1 << 25  # attention weights of a layer that are kept for backward, not recomputed
+QUERIES = 256  # approximate size of a block
+KEPT_CELLS = 1 << 25  # a layer with more attention weights recomputes them in the backward pass
 
 
 @dataclass(frozen=True)
 class Block:
-    """Queries start..end, the ranges of keys they look at, and what is hidden of the last ones."""
+    """Queries `start` to `end`, the key ranges they attend to, and the mask of the last keys."""
 
     start: int
     end: int
     keys: tuple[tuple[int, int], ...]
-    shared: int  # leading keys that every query sees
-    hidden: Tensor  # [N, S - shared] True where a query may not look
+    shared: int  # number of leading keys that every query sees
+    hidden: Tensor  # [N, S - shared] True where a query must not attend
 
     @property
     def cells(self) -> int:
         return (self.end - self.start) * sum(end - start for start, end in self.keys)
 
     def take(self, x: Tensor) -> Tensor:
-        """The block's keys or values [K, S, E] out of x [K, T, E]."""
+        """Return the block's keys or values [K, S, E] from x [K, T, E]."""
         parts = [x[:, start:end] for start, end in self.keys]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def add(self, total: Tensor, part: Tensor) -> None:
-        """Add the block's part [K, S, E] to a total [K, T, E]."""
+        """Add the block's part [K, S, E] to `total` [K, T, E]."""
         at = 0
         for start, end in self.keys:
             total[:, start:end] += part[:, at : at + end - start]
@@ -47,7 +47,7 @@ class Block:
 
 
 def plan_blocks(mask: Tensor, segments: Sequence[int]) -> list[Block]:
-    """Blocks of a row with `mask` [T, T], whose segments have these lengths, in order."""
+    """Split a row with `mask` [T, T] into blocks; `segments` are the lengths of its segments."""
     blocks = []
     for start, end in _cuts(segments):
         seen = mask[start:end].any(dim=0).int()
@@ -55,8 +55,8 @@ def plan_blocks(mask: Tensor, segments: Sequence[int]) -> list[Block]:
         starts = (edges == 1).nonzero()[:, 0].tolist()
         ends = (edges == -1).nonzero()[:, 0].tolist()
         columns = mask[start:end][:, seen.bool()]  # [N, S]
-        everyone = columns.all(dim=0)
-        shared = int(everyone.int().cumprod(0).sum())
+        seen_by_all = columns.all(dim=0)
+        shared = int(seen_by_all.int().cumprod(0).sum())
         hidden = ~columns[:, shared:]
         blocks.append(
             Block(start, end, tuple(zip(starts, ends, strict=True)), shared, hidden.contiguous())
@@ -65,7 +65,7 @@ def plan_blocks(mask: Tensor, segments: Sequence[int]) -> list[Block]:
 
 
 def _cuts(segments: Sequence[int]) -> list[tuple[int, int]]:
-    """Query ranges of about QUERIES tokens; a cut inside a segment only if it is long."""
+    """Query ranges of about QUERIES tokens. Only a segment longer than that is cut."""
     cuts: list[tuple[int, int]] = []
     start = at = 0
     for length in segments:
@@ -82,7 +82,7 @@ def _cuts(segments: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def block_attention(queries: Tensor, keys: Tensor, values: Tensor, blocks: list[Block]) -> Tensor:
-    """Queries [H, T, E], keys and values [K, T, E] -> [H, T, E]."""
+    """Softmax attention: queries [H, T, E], keys and values [K, T, E] -> [H, T, E]."""
     out: Tensor = _BlockAttention.apply(queries, keys, values, blocks)  # type: ignore[no-untyped-call]
     return out
 
@@ -95,54 +95,56 @@ class _BlockAttention(torch.autograd.Function):
         heads, _, size = queries.shape
         kept = heads * sum(block.cells for block in blocks) <= KEPT_CELLS
         out = torch.empty_like(queries)
-        weights = []
+        kept_weights = []
         for block in blocks:
-            asked = _asked(queries, block, len(keys))
-            looked = _weights(asked, block.take(keys), block)
-            answer = looked @ block.take(values)  # [K, H / K * N, E]
-            out[:, block.start : block.end] = answer.view(heads, -1, size)
+            block_queries = _scaled_queries(queries, block, len(keys))
+            weights = _weights(block_queries, block.take(keys), block)
+            mixed = weights @ block.take(values)  # [K, H / K * N, E]
+            out[:, block.start : block.end] = mixed.view(heads, -1, size)
             if kept:
-                weights.append(looked)
+                kept_weights.append(weights)
         ctx.blocks = blocks
-        ctx.save_for_backward(queries, keys, values, *weights)
+        ctx.save_for_backward(queries, keys, values, *kept_weights)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        queries, keys, values, *weights = ctx.saved_tensors
+        queries, keys, values, *kept_weights = ctx.saved_tensors
         heads, _, size = queries.shape
         grad_queries = torch.empty_like(queries)
-        # Every branch adds to the keys of its prompt: sums are taken in fp32.
+        # Many branches add to the keys of one prompt, so sum in fp32.
         grad_keys = torch.zeros_like(keys, dtype=torch.float32)
         grad_values = torch.zeros_like(values, dtype=torch.float32)
         for number, block in enumerate(ctx.blocks):
-            asked = _asked(queries, block, len(keys))
-            known, told = block.take(keys), block.take(values)
-            looked = weights[number] if weights else _weights(asked, known, block)
-            grad = _grouped(grads[0], block, len(keys))
-            block.add(grad_values, looked.transpose(1, 2) @ grad)
-            slope = torch._softmax_backward_data(
-                grad @ told.transpose(1, 2), looked, -1, looked.dtype
+            block_queries = _scaled_queries(queries, block, len(keys))
+            block_keys, block_values = block.take(keys), block.take(values)
+            weights = (
+                kept_weights[number] if kept_weights else _weights(block_queries, block_keys, block)
             )
-            block.add(grad_keys, slope.transpose(1, 2) @ asked)
-            grad_asked = (slope @ known).view(heads, -1, size)
-            grad_queries[:, block.start : block.end] = grad_asked * size**-0.5
+            grad = _grouped(grads[0], block, len(keys))
+            block.add(grad_values, weights.transpose(1, 2) @ grad)
+            grad_scores = torch._softmax_backward_data(
+                grad @ block_values.transpose(1, 2), weights, -1, weights.dtype
+            )
+            block.add(grad_keys, grad_scores.transpose(1, 2) @ block_queries)
+            grad_scaled = (grad_scores @ block_keys).view(heads, -1, size)
+            grad_queries[:, block.start : block.end] = grad_scaled * size**-0.5
         return grad_queries, grad_keys.to(keys.dtype), grad_values.to(values.dtype), None
 
 
 def _grouped(x: Tensor, block: Block, kv_heads: int) -> Tensor:
-    """The block's part of x [H, T, E] as [K, H / K * N, E]: heads of one key head side by side."""
+    """The block's part of x [H, T, E] as [K, H / K * N, E], grouped by key head."""
     return x[:, block.start : block.end].reshape(kv_heads, -1, x.shape[-1])
 
 
-def _asked(queries: Tensor, block: Block, kv_heads: int) -> Tensor:
+def _scaled_queries(queries: Tensor, block: Block, kv_heads: int) -> Tensor:
     scaled: Tensor = _grouped(queries, block, kv_heads) * queries.shape[-1] ** -0.5
     return scaled
 
 
-def _weights(asked: Tensor, known: Tensor, block: Block) -> Tensor:
+def _weights(queries: Tensor, keys: Tensor, block: Block) -> Tensor:
     """Attention weights [K, H / K * N, S] of a block."""
-    scores: Tensor = asked @ known.transpose(1, 2)
+    scores: Tensor = queries @ keys.transpose(1, 2)
     kv_heads, _, seen = scores.shape
     masked = scores.view(kv_heads, -1, block.end - block.start, seen)[..., block.shared :]
     masked.masked_fill_(block.hidden, float("-inf"))

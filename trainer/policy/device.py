@@ -1,4 +1,4 @@
-"""Where and in which precision a model computes: the same answer for engine and learner."""
+"""The device, precision and memory of a model, the same for the engine and the learner."""
 
 import contextlib
 import ctypes
@@ -23,7 +23,7 @@ def default_dtype(directory: Path, device: torch.device) -> torch.dtype:
 
 
 def memory(device: torch.device) -> int:
-    """Bytes that `device` has in all; of a machine's, what this process may take."""
+    """Total bytes of `device`. On a CPU, the bytes that this process may use."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -31,27 +31,27 @@ def memory(device: torch.device) -> int:
 
 
 def _cgroup_limits(
-    told: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+    membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[int]:
-    """Bytes that each group this process is in may take: a container's, a Slurm job's."""
-    lines = told.read_text().splitlines() if told.is_file() else []
+    """Memory limits, in bytes, of every cgroup of this process: a container's, a Slurm job's."""
+    lines = membership.read_text().splitlines() if membership.is_file() else []
     for _, controllers, path in (line.split(":", 2) for line in lines):
         if controllers and "memory" not in controllers.split(","):
             continue
         top, name = root, "memory.max"
-        if controllers:  # the first version of cgroups
+        if controllers:  # cgroups v1
             top, name = root / "memory", "memory.limit_in_bytes"
         inner = top / path.strip("/")
         for group in {top, inner, *inner.parents} - {*top.parents}:
-            with contextlib.suppress(OSError, ValueError):  # not seen from here, or no limit
+            with contextlib.suppress(OSError, ValueError):  # not visible from here, or no limit
                 yield int((group / name).read_text())
 
 
 def keep_freed_memory() -> None:
-    """Have this process reuse what it frees, and not hand it back to the system at once.
+    """Keep memory that this process frees for reuse instead of returning it to the system.
 
-    A training step frees and takes the same tensors again and again; a tenth of it went into
-    pages that the kernel cleared anew each time.
+    A training step frees and allocates the same tensors again and again. The kernel spent a tenth
+    of the step clearing their pages.
     """
     if platform.libc_ver()[0] != "glibc":
         return
@@ -61,6 +61,6 @@ def keep_freed_memory() -> None:
 
 
 def release_memory() -> None:
-    """Give back the GPU memory that torch holds without using it: another process needs it."""
+    """Return GPU memory that torch has reserved but not used, so another process can have it."""
     gc.collect()
     torch.cuda.empty_cache()

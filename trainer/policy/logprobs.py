@@ -1,8 +1,8 @@
-"""Log-probabilities of chosen tokens without ever holding their logits.
+"""Log-probabilities of chosen tokens, computed without holding all their logits in memory.
 
-The vocabulary is walked in chunks with a running maximum, as flash attention walks keys. Since a
-token's loss is a scalar times its logprob, the gradient direction `W[target] - p @ W` can be
-gathered on the same walk: the backward pass is one multiplication.
+The vocabulary is processed in chunks with a running maximum, as flash attention processes keys. A
+token's loss is a scalar times its logprob, so the gradient direction `W[target] - p @ W` is
+accumulated in the same loop, and the backward pass is a single multiplication.
 """
 
 import functools
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-# Tokens and vocabulary of a chunk. A GPU's products are the faster the larger they are.
+# Tokens and vocabulary entries of a chunk. On a GPU, larger products are faster.
 CHUNKS = {"cpu": (1024, 16_384), "cuda": (8192, 38_016)}
-WHOLE = 128  # tokens of a tile of such a product
+TILE_TOKENS = 128  # of a GPU's product; tokens are padded to a multiple
 
 
 def chosen_logprobs(
@@ -27,13 +27,13 @@ def chosen_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """Logprobs [N] of `targets` (with gradient) and entropies [N] (without), both in fp32.
 
-    `chunk` is how many tokens have logits at once; None is what suits the device.
+    `chunk` is the number of tokens whose logits are in memory at once. None suits the device.
     """
     count = len(targets)
     chunk = chunk or CHUNKS[hidden.device.type][0]
     if hidden.is_cuda:
-        hidden = pad(hidden, (0, 0, 0, -count % WHOLE))
-        targets = pad(targets, (0, -count % WHOLE))
+        hidden = pad(hidden, (0, 0, 0, -count % TILE_TOKENS))
+        targets = pad(targets, (0, -count % TILE_TOKENS))
     found = [
         _Logprobs.apply(hidden[at : at + chunk], head, targets[at : at + chunk])  # type: ignore[no-untyped-call]
         for at in range(0, len(targets), chunk)
@@ -42,7 +42,7 @@ def chosen_logprobs(
     return logprobs, entropies
 
 
-def _absorb(
+def _update(
     hidden: Tensor,  # [N, D]
     weights: Tensor,  # [C, D] a chunk of the head
     local: Tensor,  # [N] the targets, counted from the start of the chunk
@@ -52,7 +52,7 @@ def _absorb(
     mean: Tensor | None,  # [N, D] sum of exp(logit - highest) * W
     picked: Tensor,  # [N] the target's logit
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
-    """The running sums with one more chunk of the vocabulary."""
+    """Return the running sums after one more chunk of the vocabulary."""
     logits = (hidden @ weights.t()).float()  # [N, C]
     peak = torch.maximum(highest, logits.amax(dim=-1))
     shrink = (highest - peak).exp()
@@ -61,7 +61,7 @@ def _absorb(
     weighted = weighted * shrink + torch.linalg.vecdot(odds, logits)
     if mean is not None:
         mean = mean * shrink[:, None] + (odds.to(hidden.dtype) @ weights)
-    # From the same rounded logits as the normaliser, as a sampler takes it.
+    # Take the target's logit from the same rounded logits as the normaliser, as a sampler does.
     here = (local >= 0) & (local < len(weights))
     chosen = logits.gather(1, local.clamp(0, len(weights) - 1)[:, None])[:, 0]
     return peak, total, weighted, mean, torch.where(here, chosen, picked)
@@ -92,7 +92,10 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run(function: Callable[..., Any], count: int, *given: Any) -> Any:
-    """Compiled on a GPU, once for all counts of tokens: two passes over the logits, not eight."""
+    """Run `function`, compiled on a GPU: two passes over the logits, not eight.
+
+    One compilation serves all token counts.
+    """
     if not given[0].is_cuda:
         return function(*given)
     for tensor in given:
@@ -111,10 +114,10 @@ class _Logprobs(torch.autograd.Function):
         mean = hidden.new_zeros(hidden.shape, dtype=torch.float32) if want_direction else None
         for start, weights in _parts(head):
             given = (targets - start, highest, total, weighted, mean, picked)
-            highest, total, weighted, mean, picked = _run(_absorb, count, hidden, weights, *given)
+            highest, total, weighted, mean, picked = _run(_update, count, hidden, weights, *given)
         sums = (highest, total, weighted, mean, picked)
         logprobs, entropies, normaliser, direction = _run(_finish, count, head, targets, *sums)
-        ctx.save_for_backward(direction, *_kept(ctx, hidden, head, targets, normaliser))
+        ctx.save_for_backward(direction, *_for_head(ctx, hidden, head, targets, normaliser))
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
@@ -127,7 +130,7 @@ class _Logprobs(torch.autograd.Function):
             grad_hidden = _run(_scale, len(grad), grad.contiguous(), direction, ctx.dtype)
         grad_head = None
         if head is not None:
-            # Full finetuning trains the head too: walk the vocabulary once more.
+            # Full finetuning also trains the head, which needs a second loop over the vocabulary.
             grad_head = torch.zeros_like(head)
             for start, weights in _parts(head):
                 slopes = -((hidden @ weights.t()).float() - normaliser[:, None]).exp()
@@ -138,15 +141,16 @@ class _Logprobs(torch.autograd.Function):
 
 
 def _parts(head: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """The chunks of the vocabulary, each with where it starts."""
+    """Yield the start of each chunk of the vocabulary, and its weights."""
     _, size = CHUNKS[head.device.type]
     for start in range(0, len(head), size):
         yield start, head[start : start + size]
 
 
-def _kept(
+def _for_head(
     ctx: Any, hidden: Tensor, head: Tensor, targets: Tensor, normaliser: Tensor
 ) -> tuple[Tensor | None, ...]:
+    """The tensors that the head's gradient needs, if the head is trained."""
     ctx.dtype = hidden.dtype
     if ctx.needs_input_grad[1]:
         return hidden, head, targets, normaliser

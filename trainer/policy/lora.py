@@ -1,4 +1,4 @@
-"""The LoRA of a policy: fresh, by PEFT's names, and as PEFT's settings file. No TorchTune here."""
+"""A policy's LoRA: its initialisation, its PEFT names and `adapter_config.json`. No TorchTune."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trainer.config import LoraConfig
 from trainer.errors import CheckpointError
 
-# Hugging Face's name of a linear layer -> its place in TorchTune's layer.
+# Hugging Face's name of a linear layer -> its path in TorchTune's layer.
 LINEARS = {
     "q_proj": "attn.q_proj",
     "k_proj": "attn.k_proj",
@@ -23,7 +23,7 @@ LINEARS = {
 
 
 def lora_modules(policy: nn.Module) -> dict[str, Any]:
-    """Every layer that has a LoRA, by PEFT's name of it."""
+    """Every linear layer that has a LoRA, by its PEFT name."""
     found = {}
     for index, layer in enumerate(policy.get_submodule("layers").children()):
         for name, place in LINEARS.items():
@@ -34,13 +34,13 @@ def lora_modules(policy: nn.Module) -> dict[str, Any]:
 
 
 def peft_name(layer: int, linear: str) -> str:
-    """PEFT's name of a linear layer, which is one of LINEARS."""
+    """The PEFT name of `linear`, one of LINEARS, in a layer."""
     block = "self_attn" if LINEARS[linear].startswith("attn") else "mlp"
     return f"base_model.model.model.layers.{layer}.{block}.{linear}"
 
 
 def init_lora(policy: nn.Module, seed: int, *, device: torch.device | None = None) -> None:
-    """Fresh LoRA weights: A random (Kaiming, as PEFT), B zero, so that nothing changes yet."""
+    """Set fresh LoRA weights: A random (Kaiming, as in PEFT), B zero, so nothing changes yet."""
     generator = torch.Generator().manual_seed(seed)
     for module in lora_modules(policy).values():
         at = device or module.lora_a.weight.device
@@ -60,12 +60,12 @@ def lora_parameters(policy: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def lora_state(policy: nn.Module) -> dict[str, Tensor]:
-    """The LoRA by PEFT's names: the live tensors, not copies."""
+    """The LoRA tensors by PEFT name: the live tensors, not copies."""
     return {name: parameter.detach() for name, parameter in lora_parameters(policy).items()}
 
 
 def load_lora(policy: nn.Module, tensors: dict[str, Tensor]) -> None:
-    """Write `tensors` (PEFT's names) into the policy's LoRA, in place."""
+    """Copy `tensors`, by PEFT name, into the policy's LoRA."""
     parameters = lora_parameters(policy)
     wrong = sorted(parameters.keys() ^ tensors.keys()) or [
         name for name, tensor in tensors.items() if tensor.shape != parameters[name].shape
@@ -73,7 +73,7 @@ def load_lora(policy: nn.Module, tensors: dict[str, Tensor]) -> None:
     if wrong:
         raise CheckpointError(
             f"The LoRA does not fit this model: `{wrong[0]}`",
-            hint="It is of another base model, rank or set of targets; start a new run",
+            hint="It has another base model, rank or set of targets; start a new run",
         )
     with torch.no_grad():
         for name, parameter in parameters.items():
@@ -101,7 +101,7 @@ def peft_config(lora: LoraConfig, base_model: str) -> dict[str, Any]:
 
 
 def read_lora_config(directory: Path) -> LoraConfig:
-    """The LoRA that `adapter_config.json` in `directory` describes."""
+    """Read the LoRA settings from `adapter_config.json` in `directory`."""
     config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
     return LoraConfig(
         rank=config["r"], alpha=config["lora_alpha"], targets=tuple(config["target_modules"])

@@ -1,8 +1,8 @@
-"""The policy, assembled from TorchTune's modules: the one door to TorchTune.
+"""The policy, assembled from TorchTune's modules. The only module that imports TorchTune.
 
-Any Llama-like checkpoint in Hugging Face form becomes a `Policy` with rotate-half RoPE, so that
-its weights, and the LoRA that is trained on it, have the same values here, in PEFT and in vLLM:
-only names differ. Weights are memory-mapped, and the frozen ones are never copied.
+Any Llama-like checkpoint in Hugging Face form becomes a `Policy` with rotate-half RoPE. Its
+weights, and the LoRA trained on it, therefore have the same values here, in PEFT and in vLLM: only
+the names differ. Weights are memory-mapped, and frozen ones are never copied.
 """
 
 import logging
@@ -32,9 +32,9 @@ from trainer.policy.tree_mask import TreeMask
 from trainer.policy.weights import hugging_face_names, place_weights
 
 with warnings.catch_warnings():
-    # TorchTune 0.6.1 is older than torchao and torch here; its imports warn of their futures.
+    # TorchTune 0.6.1 is older than our torchao and torch: its imports emit deprecation warnings.
     warnings.simplefilter("ignore")
-    # torchao says at every start that its extensions, which nothing here uses, do not fit torch.
+    # torchao warns at every start that its extensions do not fit torch; we do not use them.
     logging.getLogger("torchao").setLevel(logging.ERROR)
     from torchtune.modules import (
         FeedForward,
@@ -53,7 +53,7 @@ __all__ = [
 
 
 class LoraLinear(LoRALinear):  # type: ignore[misc]
-    """A frozen linear layer with a LoRA in fp32: AdamW's steps are smaller than bf16 can hold."""
+    """A frozen linear layer with a LoRA in fp32, because bf16 cannot hold AdamW's small steps."""
 
     def forward(self, x: Tensor) -> Tensor:
         if self.disabled:
@@ -93,7 +93,7 @@ class Attention(MultiHeadAttention):  # type: ignore[misc]
 
 
 class Layer(TransformerSelfAttentionLayer):  # type: ignore[misc]
-    """TorchTune's layer, handing the whole view to its attention."""
+    """TorchTune's layer, with the view passed on to its attention."""
 
     def forward(self, x: Tensor, view: View) -> Tensor:
         x = x + self.attn(self.sa_norm(x), view)
@@ -102,23 +102,23 @@ class Layer(TransformerSelfAttentionLayer):  # type: ignore[misc]
 
 
 class Policy(TransformerDecoder):  # type: ignore[misc]
-    """The model that is trained; `trainer.engines.decoder` lays it out to sample from it."""
+    """The model that is trained. `trainer.engines.decoder` builds its form for sampling."""
 
     architecture: Architecture
     lora: LoraConfig | None
     frequencies: Tensor
     activation_checkpointing: bool | None = None
     compiled: CompiledLayers | None = None
-    """How packed rows run on a GPU."""
+    """Runs packed rows on a GPU."""
 
     def hidden(
         self,
         tokens: Tensor,  # [B, T]
         *,
-        mask: Mask = None,  # [B, T, T] True where a query may look
+        mask: Mask = None,  # [B, T, T] True where a query may attend
         positions: Tensor | None = None,  # [B, T]
     ) -> Tensor:
-        """Hidden states [B, T, D] after the last norm; causal when there is no mask."""
+        """Hidden states [B, T, D] after the last norm. Without a mask, attention is causal."""
         result: Tensor = self(tokens, mask=mask, positions=positions)
         return result
 
@@ -128,7 +128,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         *,
         mask: Mask,
         positions: Tensor,
-        predictors: Tensor,  # [N] index into the B * T tokens
+        predictors: Tensor,  # [N] indices into the B * T tokens
         targets: Tensor,  # [N]
         chunk: int | None = None,
     ) -> tuple[Tensor, Tensor]:
@@ -158,7 +158,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         positions: Tensor | None = None,
         chosen: tuple[Tensor, Tensor, int | None] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """What `hidden` and `logprobs` give. One entry, since FSDP gathers weights at it."""
+        """Compute `hidden`, or with `chosen` `logprobs`. FSDP gathers weights only in `forward`."""
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         dtype = self.tok_embeddings.weight.dtype
@@ -168,7 +168,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
             normed: Tensor = self.norm(x)
             return normed
         predictors, targets, chunk = chosen
-        # Only the states that predict a chosen token go through the head.
+        # Only states that predict a chosen token go through the head.
         picked = self.norm(x.flatten(0, 1)[predictors])
         return chosen_logprobs(picked, self.head, targets, chunk=chunk)
 
@@ -183,14 +183,14 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         return x
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """The trained weights: by PEFT's names with a LoRA, by Hugging Face's without."""
+        """The trained weights, by PEFT name with a LoRA and by Hugging Face name without."""
         if self.lora is not None:
             return lora_parameters(self)
         names = hugging_face_names(self)
         return {names[ours]: parameter for ours, parameter in self.named_parameters()}
 
     def set_lora_enabled(self, enabled: bool) -> None:
-        """With False the policy computes as the base model, the reference."""
+        """Switch the LoRA on or off. Without it, the policy computes as the base model."""
         for module in self.modules():
             if isinstance(module, LoraLinear):
                 module.disabled = not enabled
@@ -199,9 +199,9 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
 def load_model(
     directory: Path, *, lora: LoraConfig | None, dtype: torch.dtype, device: torch.device
 ) -> Policy:
-    """The policy in `directory`: with `lora` only that is trainable, without it every weight is.
+    """Load the policy in `directory`. With `lora` only the LoRA is trainable, else every weight.
 
-    The LoRA is fresh, made from its seed.
+    The LoRA is fresh and initialised from its seed.
     """
     architecture = read_architecture(directory)
     with torch.device("meta"):
@@ -218,7 +218,7 @@ def load_model(
 
 
 def assemble(architecture: Architecture, lora: LoraConfig | None) -> Policy:
-    """The policy without values: on the current device, or on `meta`."""
+    """Build the policy without loading weights, on the current device or on `meta`."""
     embeddings = nn.Embedding(architecture.vocab_size, architecture.dim)
     return Policy(
         tok_embeddings=embeddings,

@@ -1,9 +1,8 @@
-"""The mask of a packed row for flex attention: one comparison a pair, blocks found without looking.
+"""The attention mask of a packed row on a GPU, built without a tensor of size [T, T].
 
-A row lays its trees out depth first, so the descendants of a segment follow it without a gap, and
-query q sees key k exactly when k <= q < end[k], where end[k] is where the subtree of k's segment
-ends. Whether a block of the mask is empty or full then follows from the least and the greatest end
-of its keys: nothing of size [T, T] is ever made.
+A row stores its trees depth first, so the descendants of a segment follow it without a gap. Query q
+sees key k exactly when k <= q < end[k], where end[k] is the end of the subtree of k's segment. The
+smallest and the largest end of a block's keys therefore decide whether the block is empty or full.
 """
 
 from collections.abc import Sequence
@@ -22,59 +21,59 @@ SHORTEST = 2048
 
 
 class Lengths:
-    """The lengths rows are padded to. A kernel is compiled for each, so a known one is reused."""
+    """The lengths that rows are padded to. Each one compiles a kernel, so lengths are reused."""
 
     def __init__(self) -> None:
-        self._known: set[int] = set()
+        self._used: set[int] = set()
 
     def fit(self, length: int) -> int:
-        """A length of at least `length`: one met before, if it is at most twice the best."""
+        """Return a length of at least `length`: a used one, if it is at most twice the best."""
         best = SHORTEST
         while best < length:
-            # 2048, 3072, 4096, 6144, 8192, ...: at most a third is padding
+            # 2048, 3072, 4096, 6144, 8192, ...: padding is at most a third
             best = best * 3 // 2 if best & (best - 1) == 0 else best * 4 // 3
-        chosen = min((one for one in self._known if best <= one <= 2 * best), default=best)
-        self._known.add(chosen)
+        chosen = min((one for one in self._used if best <= one <= 2 * best), default=best)
+        self._used.add(chosen)
         return chosen
 
 
 @dataclass(frozen=True)
 class TreeMask:
-    """Who sees whom in a padded row, as each of the two kernels wants it."""
+    """The mask of a padded row, in the forms that flex attention and FlashAttention need."""
 
     blocks: BlockMask
     ends: Tensor  # [T]
-    starts: Tensor  # [T + 1] where the sequences start and the last one ends, then zeros
+    starts: Tensor  # [T + 1] starts of the sequences and the end of the last one, then zeros
     separate: Tensor
-    """[2] on the CPU: how many sequences lie side by side and the longest; none if some share."""
+    """[2] on the CPU: number of separate sequences and their longest length; 0 if any share."""
 
     def by_query(self) -> list[Tensor]:
-        """For each block of queries: how many blocks of keys it sees in part, which, and whole."""
+        """Counts and numbers of the key blocks that each query block sees in part, then in full."""
         mask: Any = self.blocks
         return [mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices]
 
     def by_key(self) -> list[Tensor]:
-        """The same for each block of keys."""
+        """The same for the query blocks that see each key block."""
         mask: Any = self.blocks
         return [mask.q_num_blocks, mask.q_indices, mask.full_q_num_blocks, mask.full_q_indices]
 
 
 def tree_mask(
-    ends: Sequence[int] | NDArray[np.int64],  # [T] where the subtree of each token's segment ends
+    ends: Sequence[int] | NDArray[np.int64],  # [T] end of the subtree of each token's segment
     length: int,
     *,
     separate: Sequence[int] = (),
     device: torch.device = CPU,
 ) -> TreeMask:
-    """The mask of a row padded to `length`, a multiple of the block; padding sees itself alone.
+    """Build the mask of a row padded to `length`, a multiple of BLOCK. Padding sees only itself.
 
-    `separate` are the lengths of its sequences, where none shares anything: padding is one more.
-    It is made on the CPU and sent to `device` without waiting for what is under way there.
+    `separate` holds the lengths of the sequences if none of them share tokens; padding becomes one
+    more. The mask is built on the CPU and sent to `device` without waiting for work running there.
     """
     lengths = [*separate, length - len(ends)] if separate and length > len(ends) else list(separate)
     bounds = torch.zeros(length + 1, dtype=torch.int32)
     bounds[1 : len(lengths) + 1] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
-    told = torch.tensor([len(lengths), max(lengths, default=0)])
+    count_and_longest = torch.tensor([len(lengths), max(lengths, default=0)])
     padded = torch.arange(1, length + 1, dtype=torch.int32)
     padded[: len(ends)] = torch.as_tensor(ends)
     by_block = padded.view(-1, BLOCK)
@@ -97,15 +96,15 @@ def tree_mask(
     by_query, by_key = lists[:4], lists[4:]
     sizes = {"BLOCK_SIZE": (BLOCK, BLOCK), "mask_mod": visible}
     mask = BlockMask((length, length), *by_query, *by_key, **sizes)  # type: ignore[arg-type]
-    return TreeMask(mask, ends_there, _sent(bounds, device), told)
+    return TreeMask(mask, ends_there, _sent(bounds, device), count_and_longest)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """For each block of the first axis, how many of the second are marked, and their numbers."""
+    """For each block of the first axis, the count and numbers of marked blocks of the second."""
     numbers = blocks.int().contiguous().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(dim=-1)[None, None].int(), numbers[None, None].int()
 
 
 def _sent(part: Tensor, device: torch.device) -> Tensor:
-    # From pageable memory the copy would wait for all that was started before it.
+    # A copy from pageable memory would wait for all work started before it.
     return part.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else part

@@ -1,4 +1,4 @@
-"""Weights of a base model by their Hugging Face names, memory-mapped from safetensors shards."""
+"""Base model weights by Hugging Face name, memory-mapped from safetensors shards."""
 
 import json
 from pathlib import Path
@@ -31,7 +31,7 @@ AT_TOP = {
 
 
 def hugging_face_names(model: nn.Module) -> dict[str, str]:
-    """Our name of every base weight -> its Hugging Face name. A plain rename: no value changes."""
+    """Map our name of every base weight to its Hugging Face name. Values are the same."""
     return {
         name: hugging_face_name(name)
         for name, _ in model.named_parameters()
@@ -50,7 +50,7 @@ def hugging_face_name(name: str) -> str:
 def place_weights(
     model: nn.Module, directory: Path, *, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Give a model on the meta device the weights in `directory`: mapped, converted if need be."""
+    """Load the weights in `directory`, converted if necessary, into a model on the meta device."""
     names = hugging_face_names(model)
     tensors = read_tensors(directory, set(names.values()))
     state = {}
@@ -60,25 +60,25 @@ def place_weights(
         if tensor.shape != expected:
             raise ModelError(
                 f"`{theirs}` has shape `{list(tensor.shape)}`, not `{list(expected)}`",
-                hint="The weights and `config.json` are of different models: fetch it again",
+                hint="The weights and `config.json` belong to different models: download it again",
             )
-        # Norm weights stay in fp32, in which the norm is computed.
+        # Norms are computed in fp32, so their weights stay in fp32.
         state[ours] = tensor.to(device, torch.float32 if ours.endswith(".scale") else dtype)
     model.load_state_dict(state, strict=False, assign=True)
 
 
 def read_tensors(directory: Path, wanted: set[str]) -> dict[str, Tensor]:
-    """The tensors named in `wanted`, mapped from disk; pages are read when they are first used."""
+    """Map the tensors named in `wanted` from disk. Pages are read when they are first used."""
     found = stored_tensors(directory, wanted)
     if missing := sorted(wanted - found.keys()):
         raise ModelError(
-            f"The weights in `{directory}` lack `{missing[0]}`", hint="Fetch the model again"
+            f"The weights in `{directory}` lack `{missing[0]}`", hint="Download the model again"
         )
     return found
 
 
 def stored_tensors(directory: Path, wanted: set[str] | None = None) -> dict[str, Tensor]:
-    """The tensors in `directory` (all, or those in `wanted`), mapped from disk."""
+    """Map the tensors in `directory`, or only those in `wanted`, from disk."""
     found: dict[str, Tensor] = {}
     for shard in _shards(directory):
         try:
@@ -88,7 +88,7 @@ def stored_tensors(directory: Path, wanted: set[str] | None = None) -> dict[str,
                     found[name] = file.get_tensor(name)
         except (SafetensorError, OSError) as exc:
             raise ModelError(
-                f"`{shard}` cannot be read: {exc}", hint="Fetch the model again"
+                f"`{shard}` cannot be read: {exc}", hint="Download the model again"
             ) from exc
     return found
 

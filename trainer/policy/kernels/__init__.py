@@ -1,1 +1,1 @@
-"""What runs on a CUDA card only: kernels as operations that torch.compile takes as they are."""
+"""Kernels that need a CUDA GPU, registered as operations that torch.compile does not trace."""

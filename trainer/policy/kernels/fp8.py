@@ -1,7 +1,7 @@
-"""Products with frozen weights in fp8: a scale for each token, and one for each output.
+"""Products with frozen weights in fp8, with one scale per token and one per output.
 
-It is what vLLM's `fp8_per_channel` computes, so learner and engine round alike. Weights are
-quantised once, for the products of both directions; activations and gradients as they come.
+They match vLLM's `fp8_per_channel`, so that learner and engine round alike. Weights are quantised
+once, for the forward and the backward product. Activations and gradients are quantised on the fly.
 """
 
 from typing import Any, NamedTuple
@@ -15,24 +15,24 @@ SMALLEST_SCALE = 1.0 / (LARGEST * 512)  # vLLM's bound: a row of zeros divides b
 
 
 class Fp8Weight(NamedTuple):
-    """A frozen weight [O, I], by rows for the way forth and by columns for the way back."""
+    """A frozen weight [O, I], quantised by rows for forward and by columns for backward."""
 
     rows: Tensor  # [O, I]
     row_scales: Tensor  # [1, O]
     columns: Tensor  # [I, O]
     column_scales: Tensor  # [1, I]
-    reach: Tensor  # [] the largest norm of a column: by it a row of gradients may grow
+    reach: Tensor  # [] the largest norm of a column: bounds how much a row of gradients grows
 
 
 def quantise(x: Tensor, peaks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x [N, K] in fp8, and the scale [N, 1] of each row, whose `peaks` [N] may be known already."""
+    """x [N, K] in fp8, and each row's scale [N, 1]. `peaks` [N] are the rows' maxima, if known."""
     largest = x.abs().amax(dim=-1).float() if peaks is None else peaks
     scales = scales_of(largest)[:, None]
     return (x.float() / scales).clamp(-LARGEST, LARGEST).to(DTYPE), scales
 
 
 def scales_of(peaks: Tensor) -> Tensor:
-    """By what rows are divided whose largest magnitudes are `peaks`."""
+    """The scales of rows whose largest magnitudes are `peaks`."""
     return (peaks / LARGEST).clamp(min=SMALLEST_SCALE)
 
 
@@ -45,7 +45,7 @@ def quantised_weight(weight: Tensor) -> Fp8Weight:
 
 
 def fp8_linear(x: Tensor, weight: Fp8Weight) -> Tensor:
-    """x [..., I] -> [..., O]."""
+    """Multiply x [..., I] with a frozen weight -> [..., O]."""
     flat = x.reshape(-1, x.shape[-1])
     out: Tensor = _Fp8Linear.apply(flat, *weight[:4])
     return out.view(*x.shape[:-1], -1)
@@ -70,7 +70,7 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def product(x: Tensor, weight: Tensor, scales: Tensor, peaks: Tensor | None = None) -> Tensor:
-    """x [N, K] times a weight [O, K] in fp8 with its scales [1, O]."""
+    """Quantise x [N, K] and multiply it with an fp8 weight [O, K] and its scales [1, O]."""
     quantised, own = quantise(x, peaks)
     return scaled_product(quantised, own, weight, scales, x.dtype)
 

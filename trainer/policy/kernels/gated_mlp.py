@@ -1,4 +1,4 @@
-"""A gated MLP with LoRAs on all three of its linear layers, as few passes as it can be."""
+"""A gated MLP with a LoRA on each of its three linear layers, in as few passes as possible."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def gated_mlp(
     x: Tensor,  # [T, D]
     gate_up: tuple[Tensor | Fp8Weight, Tensor | None],  # the frozen weight [2F, D] and its bias
     down: tuple[Tensor | Fp8Weight, Tensor | None],  # [D, F]
-    low: Tensor,  # [T, 2r] x A' of gate's LoRA beside that of up's
+    low: Tensor,  # [T, 2r] x A' of gate's LoRA, then of up's
     gate_b: Tensor,  # [r, F] B' of gate's LoRA times its scale
     up_b: Tensor,  # [r, F]
     down_a: Tensor,  # [r, F] A of down's LoRA
@@ -34,7 +34,7 @@ def gated_mlp(
 
 
 class _Fp8Mlp(torch.autograd.Function):
-    """The frozen products in fp8, and what lies between them: it is rounded where it is made."""
+    """The frozen products in fp8, and the operations between them, which round their results."""
 
     @staticmethod
     def forward(
@@ -65,9 +65,9 @@ class _Fp8Mlp(torch.autograd.Function):
         columns, scales, down_columns, down_scales, reach, factors, *given = ctx.saved_tensors
         grad, down_grad = (one.contiguous() for one in grads)
         inner_grad = product(grad, down_columns, down_scales)
-        # How large a row of the result can be, known before it is made; silu's slope, at most 1.1,
-        # and the rounding of `grad` are in the 1.2. fp8 has so many exponents that a scale some
-        # hundred times too large costs next to nothing, and another pass is saved.
+        # An upper bound for each row of the result, which saves a pass to find its maximum. The 1.2
+        # covers silu's slope (at most 1.1) and the rounding of `grad`. fp8 has enough exponents
+        # that a scale a few hundred times too large costs almost nothing.
         length, down_length = (one.float().norm(dim=1) for one in (grad, down_grad))
         lora_reach = given[-1].float().norm(dim=0).amax()
         own = scales_of(1.2 * factors * (length * reach + down_length * lora_reach))

@@ -1,12 +1,12 @@
-"""The middle of a gated MLP with its LoRAs, in one pass over the activations each way.
+"""The middle of a gated MLP with its LoRAs: one pass over the activations in each direction.
 
-Between the two large products of an MLP lie the ends of three LoRAs: the sums of gate's and up's,
-and the first product of down's. Each is a pass over [T, F] on its own, and on a 7B shape they cost
-a tenth of a step. Here they are small products on tiles that are in registers anyway. Backward
-computes silu(gate) * up again, so it is not kept.
+Between the two large products of an MLP lie parts of three LoRAs: the sums of gate's and up's, and
+the first product of down's. Separately, each is a pass over [T, F], and on a 7B shape they take a
+tenth of a step. Here they are small products on tiles that are already in registers. Backward
+recomputes silu(gate) * up, so it is not kept.
 
-For products in fp8, `peaks` also tells the largest magnitudes of each row, by which it is scaled:
-that would be another pass. Backward, given `scales`, writes fp8 itself.
+For products in fp8, `peaks` also returns the largest magnitudes of each row, which determine its
+scale, and saves a pass. With `scales`, backward writes fp8 directly.
 
 T tokens, F inner size, r rank of the LoRAs.
 """
@@ -23,9 +23,9 @@ from torch import Tensor
 from trainer.policy.kernels.fp8 import DTYPE as FP8
 from trainer.policy.kernels.fp8 import LARGEST as LARGEST_FP8
 
-# Found on an H200 by trying, amid large products, which slow its clock: 0.25 and 0.61 ms for 8,192
-# tokens of a 7B shape, of which moving the activations alone is 0.22 and 0.37. Loads that are not
-# three tiles ahead cost half as much again.
+# Tuned on an H200 between large products, which slow its clock: forward takes 0.25 ms and backward
+# 0.61 ms for 8,192 tokens of a 7B shape, of which moving the activations is 0.22 and 0.37. With
+# loads fewer than three tiles ahead it takes half as long again.
 TILE = {"BT": 64, "BF": 64, "num_warps": 4}
 AHEAD = 3
 CHUNKS = {"forward": 37, "backward": 8}
@@ -37,8 +37,8 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 def _sigmoid(x):
     if INTERPRETED:
         return 1 / (1 + tl.exp(-x))
-    # One instruction instead of an exponential and a division, which cost a quarter of the kernel.
-    # It errs by 2^-12 at most, an eighth of what rounding the result to bf16 does near one.
+    # One instruction instead of an exponential and a division, which took a quarter of the kernel.
+    # Its error is at most 2^-12, an eighth of the error of rounding to bf16 near one.
     tanh = tl.inline_asm_elementwise(
         "tanh.approx.f32 $0, $1;", "=f,f", [x * 0.5], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -47,14 +47,14 @@ def _sigmoid(x):
 
 @triton.jit
 def _low(low, t, r, tokens, stride, offset, rank):
-    """[BT, R] of a LoRA's low side; zero beyond its rank."""
+    """Load [BT, R] of a LoRA's low-rank activations; zero beyond its rank."""
     inside = (t[:, None] < tokens) & (r[None, :] < rank)
     return tl.load(low + t[:, None] * stride + offset + r[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
 def _weights(weights, r, f, inner, rank, dtype: tl.constexpr):
-    """[R, BF] of a LoRA's weights."""
+    """Load [R, BF] of a LoRA's weights."""
     inside = (r[:, None] < rank) & (f[None, :] < inner)
     return tl.load(weights + r[:, None] * inner + f[None, :], mask=inside, other=0.0).to(dtype)
 
@@ -160,21 +160,21 @@ def _backward(
 
 
 def shared_memory(rank: int, ahead: int) -> int:
-    """Bytes that the backward kernel, the larger one, takes for a padded rank.
+    """Bytes of shared memory that the backward kernel, the larger one, needs for a padded rank.
 
-    As Triton compiles it for sm80 and sm89; Hopper needs a little less.
+    Measured with Triton for sm80 and sm89. Hopper needs slightly less.
     """
     return 32_768 + 384 * rank + (ahead - 1) * (24_576 + 768 * rank)
 
 
 @functools.cache
 def _ahead(rank: int, device: torch.device) -> int:
-    """How many tiles are loaded ahead: an L4 or a 4090 has less than half of a Hopper's room."""
+    """Tiles to load ahead. An L4 or a 4090 has less than half of a Hopper's shared memory."""
     if device.type != "cuda":
         return AHEAD
     about = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
-    room = about["max_shared_mem"]
-    return next((n for n in range(AHEAD, 1, -1) if shared_memory(rank, n) <= room), 1)
+    available = about["max_shared_mem"]
+    return next((n for n in range(AHEAD, 1, -1) if shared_memory(rank, n) <= available), 1)
 
 
 def _launch(kernel: Any, chunks: int, tensors: tuple[Tensor, ...], **options: int) -> None:
@@ -189,8 +189,8 @@ def _launch(kernel: Any, chunks: int, tensors: tuple[Tensor, ...], **options: in
 
 @torch.library.custom_op("art_cluster::lora_swiglu", mutates_args=())
 def lora_swiglu(
-    gate_up: Tensor,  # [T, 2F] the frozen weights' products, gate's beside up's
-    low: Tensor,  # [T, 2r] x A' of gate's LoRA beside that of up's
+    gate_up: Tensor,  # [T, 2F] the frozen weights' products, gate's then up's
+    low: Tensor,  # [T, 2r] x A' of gate's LoRA, then of up's
     gate_b: Tensor,  # [r, F] B' of gate's LoRA times its scale
     up_b: Tensor,  # [r, F]
     down_a: Tensor,  # [r, F] A of down's LoRA
@@ -198,7 +198,7 @@ def lora_swiglu(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """silu(gate) * up [T, F], its product [T, r] with A' of down's LoRA, and peaks [2, T].
 
-    The peaks are those of each row, and of its factors silu(gate) and up.
+    The peaks are the largest magnitude of each row, and of its factors silu(gate) and up.
     """
     (tokens, _), (rank, inner) = gate_up.shape, gate_b.shape
     chunks = CHUNKS["forward"]
@@ -227,7 +227,7 @@ def lora_swiglu_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of `gate_up`, of `low`, and of the three weights as [3, F, r].
 
-    With `scales` [T] the first is in fp8, each row divided by its scale.
+    With `scales` [T] the first gradient is in fp8, each row divided by its scale.
     """
     tokens, (rank, inner) = len(gate_up), gate_b.shape
     chunks = CHUNKS["backward"]
@@ -237,7 +237,7 @@ def lora_swiglu_backward(
     weight_parts = gate_up.new_empty(blocks, 3, inner, rank, dtype=torch.float32)
     given = (gate_up, low, gate_b, up_b, down_a, grad, down_grad)
     found = (gate_up_grad, low_parts, weight_parts)
-    unused = low_parts  # a kernel wants a tensor
+    unused = low_parts  # a placeholder: the kernel needs some tensor
     whole = (*given, *found, unused if scales is None else scales)
     _launch(_backward, chunks, whole, FP8=scales is not None)
     return gate_up_grad, low_parts.sum(dim=0).to(low.dtype), weight_parts.sum(dim=0)

@@ -1,7 +1,7 @@
-"""From the joined product of q, k and v to rotated heads, and their gradients back, in one pass.
+"""Splits the joined product of q, k and v into rotated heads, with one pass in each direction.
 
-The compiler's own code for the way back, a sum of slices of slices, took nine times as long as the
-memory needs. T tokens, H query heads, K key heads, E head size.
+The compiler's backward code, a sum of slices of slices, took nine times as long as moving the
+memory takes. T tokens, H query heads, K key heads, E head size.
 """
 
 from typing import Any
@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TOKENS = 32  # of one program, which has one head of them
+TOKENS = 32  # per program, which handles one head of them
 
 
 @triton.jit
 def _place(q, k, v, t, head, queries, keys, size):
-    """Where a head of tokens lies in q, k or v."""
+    """The address of a head in q, k or v."""
     if head < queries:
         return q + (t * queries + head) * size
     elif head < queries + keys:
@@ -61,7 +61,7 @@ def _backward(q, k, v, cos, sin, out, tokens, queries, keys, HALF: tl.constexpr,
     place = _place(q, k, v, t, head, queries, keys, 2 * HALF)[:, None] + f[None, :]
     first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
-    if head < queries + keys:  # the way back is the other way round: halves change places
+    if head < queries + keys:  # the inverse rotation: the halves change places
         second, first = _turn(second, first, cos, sin, t, f, inside, 2 * HALF)
     at = (t[:, None] * (queries + 2 * keys) + head) * (2 * HALF) + f[None, :]
     tl.store(out + at, first.to(out.dtype.element_ty), mask=inside)
@@ -71,7 +71,7 @@ def _backward(q, k, v, cos, sin, out, tokens, queries, keys, HALF: tl.constexpr,
 @torch.library.custom_op("art_cluster::split_heads", mutates_args=())
 def split_heads(
     base: Tensor,  # [T, (H + 2K) E] the frozen weights' product
-    lora: Tensor,  # [T, (H + 2K) E] the LoRAs', still to be added
+    lora: Tensor,  # [T, (H + 2K) E] the LoRAs' product, which is added here
     cos: Tensor,  # [T, E]
     sin: Tensor,  # [T, E]
     heads: int,
