@@ -1,4 +1,4 @@
-"""One archive for a bug report: every log of a cluster, its metrics and what its learner drew."""
+"""An archive for bug reports: a cluster's logs, metrics and plots of packed rows."""
 
 import contextlib
 import io
@@ -11,7 +11,7 @@ from kit.manifest import MANIFEST
 from kit.state_dir import CHECKPOINT_GLOB, HISTORY_GLOB, LOGS
 from launcher.errors import LauncherError
 from launcher.provider import CLUSTER_STATE_DIR, Provider
-from launcher.settings import MADE_UP_KEY
+from launcher.settings import GENERATED_KEY
 
 _FILES = (
     f"{LOGS}/*.log",
@@ -22,15 +22,15 @@ _FILES = (
 
 
 def pack(provider: Provider, cluster: str, to: Path, secrets: Sequence[str]) -> list[str]:
-    """Write a `.tar.gz` to `to` and return the names in it.
+    """Write a `.tar.gz` to `to` and return the names of its files.
 
-    No value of `secrets` is in it, nor a key that `up` made up.
+    Replaces the values of `secrets`, and any key that `up` generated, with `[secret]`.
     """
     with tempfile.TemporaryDirectory() as directory:
         base = Path(directory)
         for run in provider.runs(cluster):
             out = io.StringIO()
-            with contextlib.suppress(LauncherError):  # a run that wrote nothing yet
+            with contextlib.suppress(LauncherError):  # the run has no output yet
                 provider.logs(cluster, run.id, follow=False, tail=0, out=out)
             (base / f"run-{run.id}-{run.name}-{run.status}.log").write_text(out.getvalue())
         provider.fetch(
@@ -45,8 +45,9 @@ def pack(provider: Provider, cluster: str, to: Path, secrets: Sequence[str]) -> 
         try:
             with tarfile.open(to, "w:gz") as archive:
                 for path in sorted(path for path in base.rglob("*") if path.is_file()):
-                    content = MADE_UP_KEY.sub(b"[secret]", path.read_bytes())
-                    for secret in sorted(secrets, key=len, reverse=True):  # one may begin another
+                    content = GENERATED_KEY.sub(b"[secret]", path.read_bytes())
+                    # Longest first, because one secret may contain another.
+                    for secret in sorted(secrets, key=len, reverse=True):
                         content = content.replace(secret.encode(), b"[secret]")
                     about = archive.gettarinfo(path, f"{cluster}/{path.relative_to(base)}")
                     about.size = len(content)

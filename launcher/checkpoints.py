@@ -40,7 +40,7 @@ def pull(provider: Provider, cluster: str, to: Path, progress: Progress) -> list
     What else is below `to`, of other clusters and earlier ones, is neither touched nor looked at.
     """
     with (
-        provider.writing(cluster, f"{CLUSTER_STATE_DIR}/{PULLED}") as write,
+        provider.writer(cluster, f"{CLUSTER_STATE_DIR}/{PULLED}") as write,
         _translated(to),
         tempfile.TemporaryDirectory() as directory,
     ):

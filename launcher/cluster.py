@@ -13,7 +13,7 @@ from launcher.checkpoints import PulledCheckpoint
 from launcher.endpoints import Endpoints, is_healthy
 from launcher.errors import ClusterNotFound, LauncherError, RunNotFound
 from launcher.files import select
-from launcher.lease import told
+from launcher.lease import describe_lease
 from launcher.provider import (
     CLUSTER_STATE_DIR,
     SERVER,
@@ -29,11 +29,11 @@ from launcher.provider import (
 from launcher.settings import Settings, read
 from launcher.startup import Early, Showing, ended_early, kept
 from launcher.state import (
-    launching,
-    note_ports,
-    noted_ports,
-    remember_secrets,
+    add_secret_names,
+    launch_lock,
+    read_ports,
     secret_names,
+    write_ports,
 )
 from launcher.task import Task, secret_values
 
@@ -92,14 +92,14 @@ class Cluster:
         are. `every` so many seconds it is looked whether it still is; from then on `log` shows
         what setup and server say. False when the `arguments` asked for a rehearsal.
         """
-        with launching(self.name):
+        with launch_lock(self.name):
             server = self._server() or self.provider.resume(self.name)
             record = self.provider.ports_record(self.name)
-            ports = (noted_ports(record) if server else None) or task.ports
+            ports = (read_ports(record) if server else None) or task.ports
             with Early(lambda: self._tunnel(ports)) as tunnel:
                 if server is None:
-                    remember_secrets(self.name, task.secrets)
-                    progress(told(task.envs, task.max_cost))
+                    add_secret_names(self.name, task.secrets)
+                    progress(describe_lease(task.envs, task.max_cost))
                     record.unlink(missing_ok=True)  # of an earlier cluster, which ended by itself
                     # An ssh takes seconds to open, and so does what is left to do of a launch.
                     server = self.provider.launch(
@@ -109,14 +109,14 @@ class Cluster:
                         return False
                 else:
                     progress(kept(self.name, server, task, [*arguments, *given]))
-                note_ports(record, ports)
+                write_ports(record, ports)
                 self._wait_until_healthy(server.id, tunnel, progress, log, every)
         return True
 
     @property
     def ports(self) -> tuple[int, int]:
         """Where the server listens on its cluster: as launched from here, or by the settings."""
-        noted = noted_ports(self.provider.ports_record(self.name))
+        noted = read_ports(self.provider.ports_record(self.name))
         return noted or (self.settings.port, self.settings.openai_port)
 
     def sync(self, workdir: Path = Path(), files: Sequence[str] | None = None) -> Sent:

@@ -1,4 +1,4 @@
-"""Where a server answers, and whether it does."""
+"""The addresses of a server, and checks of its health."""
 
 import contextlib
 import http.client
@@ -10,7 +10,7 @@ from launcher.errors import ProviderError
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Where a server answers on this machine."""
+    """The addresses of a server on this machine."""
 
     control: str
     openai: str
@@ -31,8 +31,8 @@ def is_healthy(endpoints: Endpoints) -> bool:
 
 
 def _answers(address: str) -> bool:
-    # Asked several times a second while a machine starts a server, so by what costs it least.
-    # The addresses are loopback: a proxy of the environment has no say.
+    # Called several times a second while a server starts, so it uses the cheapest client.
+    # Proxy settings of the environment do not apply, because the address is loopback.
     connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=10)
     with contextlib.closing(connection):
         try:
@@ -43,19 +43,19 @@ def _answers(address: str) -> bool:
 
 
 def wait_until_healthy(endpoints: Endpoints, cluster: str, patience: float = 60.0) -> None:
-    """Return when the server answers, or raise after `patience` seconds."""
+    """Return as soon as the server answers; raise if it does not within `patience` seconds."""
     deadline = time.monotonic() + patience
     while not is_healthy(endpoints):
         if time.monotonic() > deadline:
             raise ProviderError(
                 f"The server of cluster `{cluster}` does not answer",
-                hint=f"See what it does with `launcher logs server -c {cluster}`",
+                hint=f"Read its log with `launcher logs server -c {cluster}`",
             )
         time.sleep(1)
 
 
-def wait_for_ever(endpoints: Endpoints, cluster: str) -> None:
-    """Until Ctrl-C, or an error when the server is gone."""
+def wait_while_healthy(endpoints: Endpoints, cluster: str) -> None:
+    """Wait until Ctrl-C; raise if the server stops answering."""
     while True:
         time.sleep(30)
         wait_until_healthy(endpoints, cluster)

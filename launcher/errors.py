@@ -1,14 +1,14 @@
-"""What can go wrong on the laptop side, named for what the user sees.
+"""The launcher's errors, named for what the user sees.
 
 LauncherError
 ├── TaskError         the task YAML cannot be used
 ├── ClusterNotFound   no cluster of that name
 ├── RunNotFound       the cluster has no such run
-├── NoCloud           SkyPilot has no credentials of any cloud
-├── NoCapacity        nobody has the machine that was asked for
-├── ProviderError     SkyPilot, or the local sandbox, failed
+├── NoCloud           SkyPilot has no credentials for any cloud
+├── NoCapacity        no cloud has the requested machine
+├── ProviderError     SkyPilot or the local sandbox failed
 ├── RemoteError       a command or transfer on the cluster failed
-│   └── Unreachable   the connection to it did not open, or broke off
+│   └── Unreachable   the connection to the cluster failed to open, or broke
 └── DamagedCheckpoint a pulled file does not match its sha256
 """
 
@@ -20,7 +20,7 @@ class LauncherError(KitError):
 
 
 class TaskError(LauncherError):
-    hint = "See the tasks in `sky/` for working ones"
+    hint = "The tasks in `sky/` are working examples"
 
 
 class ClusterNotFound(LauncherError):
@@ -32,7 +32,7 @@ class RunNotFound(LauncherError):
 
 
 class NoCloud(LauncherError):
-    hint = "See with `sky check` what each cloud needs"
+    hint = "Run `sky check` to see what each cloud needs"
 
 
 class NoCapacity(LauncherError):
@@ -40,11 +40,11 @@ class NoCapacity(LauncherError):
 
 
 class ProviderError(LauncherError):
-    hint = "See what SkyPilot says with `sky status` and `sky api logs`"
+    hint = "`sky status` and `sky api logs` show more"
 
 
 class RemoteError(LauncherError):
-    hint = "Check that the cluster answers with `ssh art`"
+    hint = "Check that you can reach the cluster with `ssh art`"
 
 
 class Unreachable(RemoteError):
@@ -52,4 +52,4 @@ class Unreachable(RemoteError):
 
 
 class DamagedCheckpoint(LauncherError):
-    hint = "Run `launcher pull` again; it fetches only what is missing or damaged"
+    hint = "Run `launcher pull` again; it fetches only missing and damaged files"

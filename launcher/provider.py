@@ -46,7 +46,7 @@ class Run:
     status: RunStatus
 
 
-def id_of(run_id: str | None, cluster: str, runs: Sequence[Run]) -> str:
+def resolve_run_id(run_id: str | None, cluster: str, runs: Sequence[Run]) -> str:
     """The id of the run that is asked for: None is the newest, `SERVER` that of the task itself."""
     if run_id is not None and run_id != SERVER:
         return run_id
@@ -175,7 +175,7 @@ class Provider(Protocol):
     def read(self, name: str, path: str, *, follow: bool, tail: int, out: TextIO) -> None:
         """Write a text file below the cluster's home to `out`, as `logs` does."""
 
-    def writing(self, name: str, path: str) -> AbstractContextManager[Callable[[str], None]]:
+    def writer(self, name: str, path: str) -> AbstractContextManager[Callable[[str], None]]:
         """Gives a function that makes a text the content of a file below the cluster's home.
 
         The connection opens at once, beside whatever else is done, and a text that is never

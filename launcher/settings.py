@@ -1,32 +1,32 @@
-"""What the laptop side reads from flags, the environment and `.env`."""
+"""The launcher's settings, read from flags, the environment and `.env`."""
 
 import re
 from pathlib import Path
 from secrets import token_urlsafe
-from typing import Annotated
+from typing import Annotated, get_args
 
 from pydantic import Field, SecretStr
 
 from kit.config import Config
 from kit.settings import Env, gather, variables
 
-MADE_UP_KEY = re.compile(rb"art-key-[\w-]{43}")
+GENERATED_KEY = re.compile(rb"art-key-[\w-]{43}")
 
 
-def made_up_key() -> str:
-    """A key that is kept nowhere on this side, and told by its form where it must not be seen."""
+def generate_key() -> str:
+    """Make a random key. It is stored nowhere here; `GENERATED_KEY` finds it in logs."""
     return f"art-key-{token_urlsafe(32)}"
 
 
 class Settings(Config):
-    """Settings of the launcher, and what it hands on to a task as envs and secrets."""
+    """Settings of the launcher, some of which it passes to a task as envs and secrets."""
 
     cluster: Annotated[str, Env("LAUNCHER_CLUSTER")] = Field(
         "art", pattern=r"^[a-zA-Z]([-_.a-zA-Z0-9]*[a-zA-Z0-9])?$"
     )
     """Name of the cluster that a command works on."""
     base_model: Annotated[str | None, Env("BASE_MODEL")] = None
-    """Model to train; the task's own `BASE_MODEL` when not given."""
+    """Model to train; by default the task's `BASE_MODEL`."""
     port: Annotated[int, Env("ART_PORT")] = Field(7999, ge=1, le=65535)
     """Port of the control API on the cluster."""
     openai_port: Annotated[int, Env("ART_OPENAI_PORT")] = Field(8000, ge=1, le=65535)
@@ -34,21 +34,22 @@ class Settings(Config):
     max_hours: Annotated[float | None, Env("ART_MAX_HOURS")] = Field(
         None, ge=0, allow_inf_nan=False
     )
-    """Hours after which the server exits; the task's own when not given."""
+    """Hours after which the server exits; by default the task's `ART_MAX_HOURS`. 0: no limit."""
     idle_minutes: Annotated[float | None, Env("ART_IDLE_MINUTES")] = Field(
         None, ge=0, allow_inf_nan=False
     )
-    """Minutes without work after which the server exits; the task's own when not given."""
+    """Minutes without work after which the server exits; by default the task's
+    `ART_IDLE_MINUTES`. 0: no limit."""
     bucket: Annotated[str | None, Env("ART_BUCKET")] = Field(None, pattern=r"^[a-z0-9]+://.+")
-    """Bucket that keeps the checkpoints, such as `s3://my-bucket`."""
+    """Bucket that stores the checkpoints, such as `s3://my-bucket`."""
     langfuse_host: Annotated[str | None, Env("LANGFUSE_HOST")] = None
-    """Langfuse's address when it is not their cloud."""
+    """Address of Langfuse; by default Langfuse Cloud."""
     hf_token: Annotated[SecretStr | None, Env("HF_TOKEN")] = None
-    """Token for gated models of the Hugging Face hub."""
+    """Token for gated models on the Hugging Face Hub."""
     wandb_api_key: Annotated[SecretStr | None, Env("WANDB_API_KEY")] = None
-    """Key of Weights & Biases."""
+    """API key of Weights & Biases."""
     openpipe_api_key: Annotated[SecretStr | None, Env("OPENPIPE_API_KEY")] = None
-    """Key of OpenPipe."""
+    """API key of OpenPipe."""
     langfuse_public_key: Annotated[SecretStr | None, Env("LANGFUSE_PUBLIC_KEY")] = None
     """Public key of Langfuse."""
     langfuse_secret_key: Annotated[SecretStr | None, Env("LANGFUSE_SECRET_KEY")] = None
@@ -57,20 +58,20 @@ class Settings(Config):
     """Bearer token of the server."""
 
     def envs(self) -> dict[str, str]:
-        """What every task gets: the given ones of those that are no secret."""
-        known = variables(Settings)
+        """The settings that were given and are not secret, as environment variables of a task."""
+        names = variables(Settings)
         values = {
-            known[field]: getattr(self, field) for field in known if field in self.model_fields_set
+            names[field]: getattr(self, field) for field in names if field in self.model_fields_set
         }
-        own = {"LAUNCHER_CLUSTER", "ART_BUCKET"}  # for the laptop only
+        laptop_only = {"LAUNCHER_CLUSTER", "ART_BUCKET"}
         return {
             name: format(value, "g") if isinstance(value, float) else str(value)
             for name, value in values.items()
-            if value is not None and name not in own and not isinstance(value, SecretStr)
+            if value is not None and name not in laptop_only and not isinstance(value, SecretStr)
         }
 
     def secrets(self) -> dict[str, str]:
-        """The secrets that were given, by the name of their variable."""
+        """The secrets that were given, by environment variable."""
         values = {name: getattr(self, field) for field, name in variables(Settings).items()}
         return {
             name: value.get_secret_value()
@@ -82,11 +83,11 @@ class Settings(Config):
 OPTIONAL_SECRETS = frozenset(
     name
     for field, name in variables(Settings).items()
-    if "SecretStr" in str(Settings.model_fields[field].annotation)
+    if SecretStr in get_args(Settings.model_fields[field].annotation)
 )
-"""Secrets that a task may declare and the user may leave out."""
+"""Secrets that a task may declare without the user having to set them."""
 
 
 def read(*, cluster: str | None = None, env_file: Path | None = None) -> Settings:
-    """Settings from the flag `-c`, the environment and `.env`."""
+    """Read the settings from the flag `-c`, the environment and `.env`."""
     return gather(Settings, flags={"cluster": cluster}, env_file=env_file)

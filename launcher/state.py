@@ -1,4 +1,4 @@
-"""What this machine remembers of a cluster: what went there, its ports, who launches it."""
+"""Records of each cluster on this machine: sent files, secret names, ports and the launch lock."""
 
 import contextlib
 import fcntl
@@ -18,30 +18,30 @@ def sent_record(cluster: str) -> Path:
 
 
 def secret_names(cluster: str) -> list[str]:
-    """Names of the secrets that tasks of `cluster` were given; no value is kept."""
-    path = _secret_names(cluster)
+    """Names of the secrets that tasks of `cluster` received. Their values are not stored."""
+    path = _secrets_record(cluster)
     return path.read_text().split() if path.is_file() else []
 
 
-def remember_secrets(cluster: str, names: Iterable[str]) -> None:
-    path = _secret_names(cluster)
+def add_secret_names(cluster: str, names: Iterable[str]) -> None:
+    path = _secrets_record(cluster)
     path.parent.mkdir(parents=True, exist_ok=True)
-    known = sorted({*secret_names(cluster), *names})
-    path.write_text("".join(f"{name}\n" for name in known))
+    all_names = sorted({*secret_names(cluster), *names})
+    path.write_text("".join(f"{name}\n" for name in all_names))
 
 
-def _secret_names(cluster: str) -> Path:
+def _secrets_record(cluster: str) -> Path:
     return home() / "secrets" / cluster
 
 
-def note_ports(record: Path, ports: tuple[int, int]) -> None:
-    """Note in `record` where a server listens on its cluster."""
+def write_ports(record: Path, ports: tuple[int, int]) -> None:
+    """Record the ports of a server on its cluster."""
     record.parent.mkdir(parents=True, exist_ok=True)
     record.write_text(json.dumps(ports))
 
 
-def noted_ports(record: Path) -> tuple[int, int] | None:
-    """What was noted there; None where the cluster was not launched from here."""
+def read_ports(record: Path) -> tuple[int, int] | None:
+    """The recorded ports, or None if the cluster was not launched from this machine."""
     try:
         port, openai_port = json.loads(record.read_text())
     except FileNotFoundError:
@@ -50,8 +50,8 @@ def noted_ports(record: Path) -> tuple[int, int] | None:
 
 
 @contextlib.contextmanager
-def launching(cluster: str) -> Iterator[None]:
-    """Hold the turn to launch `cluster`: a second launch at once would start a second server."""
+def launch_lock(cluster: str) -> Iterator[None]:
+    """Allow one launch of `cluster` at a time: two at once would start two servers."""
     path = home() / "launching" / cluster
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as lock:
@@ -59,7 +59,7 @@ def launching(cluster: str) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ProviderError(
-                f"Cluster `{cluster}` is being launched by another command already",
-                hint=f"Wait for it, and follow it with `launcher logs server -c {cluster}`",
+                f"Another command is already launching cluster `{cluster}`",
+                hint=f"Wait for it, or follow it with `launcher logs server -c {cluster}`",
             ) from None
-        yield  # the lock ends with the file, and with the process, however that ends
+        yield  # closing the file releases the lock, even if the process is killed

@@ -15,7 +15,7 @@ from kit.settings import read_env_file, variables
 from kit.state_dir import STATE_DIR
 from launcher.errors import TaskError
 from launcher.lease import AUTOSTOP, DEFAULTS, Lease
-from launcher.settings import OPTIONAL_SECRETS, Settings, made_up_key
+from launcher.settings import OPTIONAL_SECRETS, Settings, generate_key
 
 # Of SkyPilot's keys those that `sky launch` acts on.
 KEYS: dict[str, type | tuple[type, ...]] = {
@@ -104,7 +104,7 @@ class Task:
         secrets = unnamed | _secrets(path, config, settings, env_file)
         if int(config.get("num_nodes") or 1) > 1 and "ART_API_KEY" in (config.get("secrets") or {}):
             # The machines of a cluster know each other by it; nobody else needs to.
-            secrets.setdefault("ART_API_KEY", made_up_key())
+            secrets.setdefault("ART_API_KEY", generate_key())
         config["secrets"] = dict.fromkeys(secrets)
         texts = {name: str(value) for name, value in values.items()}
         _check_numbers(path, texts)

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from kit.manifest import write_manifest
 from launcher.errors import ClusterNotFound, RunNotFound
-from launcher.files import forgotten, remember, select, size
+from launcher.files import file_sizes, record_sent, removed_since, select
 from launcher.provider import (
     Check,
     ClusterInfo,
@@ -20,7 +20,7 @@ from launcher.provider import (
     Run,
     RunStatus,
     Sent,
-    id_of,
+    resolve_run_id,
 )
 from launcher.task import Task
 
@@ -61,7 +61,7 @@ class FakeProvider:
         if "--dryrun" in arguments:
             return None
         workdir = Path(task.config.get("workdir") or ".")
-        remember(_record(), workdir, select(workdir))
+        record_sent(_record(), workdir, select(workdir))
         self._runs.setdefault(name, []).append(Run("1", task.name, RunStatus.RUNNING))
         reachable()
         return self._runs[name][-1]
@@ -83,8 +83,8 @@ class FakeProvider:
 
     def sync(self, name: str, workdir: Path, files: Sequence[str]) -> Sent:
         self.runs(name)
-        gone, known = forgotten(_record(), workdir, files), size(workdir, files)
-        remember(_record(), workdir, files)
+        gone, known = removed_since(_record(), workdir, files), file_sizes(workdir, files)
+        record_sent(_record(), workdir, files)
         changed = [path for path in files if self._sizes.get(path) != known[path]]
         self._sizes = known
         return Sent(tuple(changed), tuple(gone), sum(known[path] for path in changed))
@@ -105,7 +105,7 @@ class FakeProvider:
         return self.code
 
     def logs(self, name: str, run_id: str | None, *, follow: bool, tail: int, out: TextIO) -> None:
-        run_id = id_of(run_id, name, self.runs(name))
+        run_id = resolve_run_id(run_id, name, self.runs(name))
         if run_id not in [run.id for run in self.runs(name)]:
             raise RunNotFound(f"Cluster `{name}` has no run `{run_id}`")
         out.write(f"output of {run_id}\n")
@@ -115,7 +115,7 @@ class FakeProvider:
         out.write(self.files.get(path, f"content of {path}\n"))
 
     @contextlib.contextmanager
-    def writing(self, name: str, path: str) -> Iterator[Callable[[str], None]]:
+    def writer(self, name: str, path: str) -> Iterator[Callable[[str], None]]:
         self.runs(name)
         yield lambda text: self.files.update({path: text})
 

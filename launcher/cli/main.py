@@ -119,10 +119,10 @@ def sync(target: Target, as_json: bool, workdir: Path) -> None:
       launcher sync
       launcher sync --json
     """
-    from launcher.files import select, size
+    from launcher.files import file_sizes, select
 
     files = select(workdir)
-    sizes = size(workdir, files)
+    sizes = file_sizes(workdir, files)
     if sum(sizes.values()) > LARGE:
         largest = max(sizes, key=lambda name: sizes[name])
         note(
@@ -156,7 +156,7 @@ def tunnel(target: Target, port: int | None, openai_port: int | None, as_json: b
       launcher tunnel
       launcher tunnel --port 17999 --openai-port 18000
     """
-    from launcher.endpoints import wait_for_ever, wait_until_healthy
+    from launcher.endpoints import wait_until_healthy, wait_while_healthy
 
     cluster = target.cluster
     ports = cluster.ports
@@ -170,7 +170,7 @@ def tunnel(target: Target, port: int | None, openai_port: int | None, as_json: b
         sys.stdout.flush()
         note("The tunnel is open; Ctrl-C closes it")
         with contextlib.suppress(KeyboardInterrupt):
-            wait_for_ever(endpoints, cluster.name)
+            wait_while_healthy(endpoints, cluster.name)
 
 
 @cli.command()

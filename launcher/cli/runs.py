@@ -9,7 +9,7 @@ import click
 from kit.cli import data, note
 from launcher.cli.reports import as_json, of_managed
 from launcher.cli.target import Target, on_cluster
-from launcher.lease import told
+from launcher.lease import describe_lease
 
 
 # Whatever follows the first word is the command's own, `-c` and `--wait` too.
@@ -96,7 +96,7 @@ def _run_managed(
     ports = dict(zip(("port", "openai_port"), task.ports, strict=True))
     settings = settings.model_copy(update=ports)  # the task may have its own
     run_id = managed.start(task, _line(command), settings, state_dir=state_dir)
-    note(told(task.envs, None))
+    note(describe_lease(task.envs, None))
     _tell(run_id, task.name, as_json)
     note(f"Next: `launcher logs --managed {run_id}`; `ls` and `cancel` take `--managed` too")
     if wait:

@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import TextIO
 
 from launcher.errors import ClusterNotFound, LauncherError, ProviderError, RunNotFound
-from launcher.files import copy_if_new, forgotten, remember, same, select, size
+from launcher.files import (
+    copy_if_new,
+    file_sizes,
+    record_sent,
+    removed_since,
+    same_size_and_time,
+    select,
+)
 from launcher.local.runs import born, end, make_run, read_run, show
 from launcher.local.tasks import mount, refuse
 from launcher.provider import (
@@ -31,7 +38,7 @@ from launcher.provider import (
     Run,
     RunStatus,
     Sent,
-    id_of,
+    resolve_run_id,
 )
 from launcher.task import Task
 
@@ -113,7 +120,7 @@ class LocalProvider:
         end(self._run_directory(name, run_id))
 
     def logs(self, name: str, run_id: str | None, *, follow: bool, tail: int, out: TextIO) -> None:
-        directory = self._run_directory(name, id_of(run_id, name, self.runs(name)))
+        directory = self._run_directory(name, resolve_run_id(run_id, name, self.runs(name)))
         show(
             directory / "log",
             follow=lambda: follow and not read_run(directory).status.over,
@@ -128,7 +135,7 @@ class LocalProvider:
         show(file, follow=lambda: follow and self._status(name) == "up", tail=tail, out=out)
 
     @contextlib.contextmanager
-    def writing(self, name: str, path: str) -> Iterator[Callable[[str], None]]:
+    def writer(self, name: str, path: str) -> Iterator[Callable[[str], None]]:
         file = self._existing(name) / "home" / path
 
         def write(text: str) -> None:
@@ -152,7 +159,11 @@ class LocalProvider:
         globs = [f"{pattern}/*" if pattern.endswith("**") else pattern for pattern in patterns]
         found = {path for glob in globs for path in base.glob(glob) if path.is_file()}
         targets = {path: to / path.relative_to(base) for path in sorted(found)}
-        new = [path for path, target in targets.items() if checksum or not same(path, target)]
+        new = [
+            path
+            for path, target in targets.items()
+            if checksum or not same_size_and_time(path, target)
+        ]
         total, done = sum(path.stat().st_size for path in new), 0
         for path in new:
             targets[path].unlink(missing_ok=True)
@@ -195,13 +206,13 @@ class LocalProvider:
         """Copy `files` of `workdir`, and delete what was copied before and is not among them."""
         to = self.root / name / "home" / WORKDIR
         record = self.root / name / "sent.json"
-        gone = [path for path in forgotten(record, workdir, files) if (to / path).is_file()]
+        gone = [path for path in removed_since(record, workdir, files) if (to / path).is_file()]
         for path in gone:
             (to / path).unlink()
         sent = [path for path in files if copy_if_new(workdir / path, to / path)]
         to.mkdir(exist_ok=True)
-        remember(record, workdir, files)
-        return Sent(tuple(sent), tuple(gone), sum(size(workdir, sent).values()))
+        record_sent(record, workdir, files)
+        return Sent(tuple(sent), tuple(gone), sum(file_sizes(workdir, sent).values()))
 
     def _start(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from launcher.errors import LauncherError, ProviderError
-from launcher.files import remember, select
+from launcher.files import record_sent, select
 from launcher.lease import hours_within
 from launcher.provider import SETUP, Cost, Run, RunStatus, live_server
 from launcher.skypilot import runs as sky_runs
@@ -47,7 +47,7 @@ def launch(
         return None
     reachable()
     if plan.workdir is not None:
-        remember(sent_record(name), plan.workdir, select(plan.workdir))
+        record_sent(sent_record(name), plan.workdir, select(plan.workdir))
     if plan.route is Route.ONE_REQUEST:
         return _launched_job(name, plan.run_name)
     if plan.route is Route.SETUP_FIRST:

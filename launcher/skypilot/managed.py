@@ -14,7 +14,7 @@ from typing import Any
 from kit.state_dir import STATE_DIR
 from launcher.endpoints import Endpoints
 from launcher.errors import LauncherError, ProviderError, TaskError
-from launcher.files import refuse_open_secrets
+from launcher.files import refuse_unignored_env_file
 from launcher.provider import CLUSTER_STATE_DIR, WORKDIR, Run, RunStatus
 from launcher.settings import Settings
 from launcher.skypilot.door import reading, sky, translated
@@ -63,7 +63,7 @@ exit $code
 def start(task: Task, command: str, settings: Settings, *, state_dir: str | None) -> str:
     """Start `command` beside the task's server on a cluster of its own; returns the run's id."""
     config = _config(task, command, settings, state_dir)
-    refuse_open_secrets(config.get("workdir"))
+    refuse_unignored_env_file(config.get("workdir"))
     skypilot = sky()
     with translated(task.name):
         job = skypilot.Task.from_yaml_config(

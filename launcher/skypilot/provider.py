@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from launcher.errors import ClusterNotFound, LauncherError, ProviderError, Unreachable
-from launcher.files import forgotten, refuse_open_secrets, remember
+from launcher.files import record_sent, refuse_unignored_env_file, removed_since
 from launcher.provider import RUN, WORKDIR, Check, ClusterInfo, Cost, Progress, Run, Sent
 from launcher.skypilot import launch as sky_launch
 from launcher.skypilot import runs as sky_runs
@@ -32,7 +32,7 @@ class SkyProvider:
         *,
         reachable: Callable[[], None] = lambda: None,
     ) -> Run | None:
-        refuse_open_secrets(task.config.get("workdir"))
+        refuse_unignored_env_file(task.config.get("workdir"))
         return sky_launch.launch(name, task, arguments, reachable=reachable, cost=self.cost)
 
     def resume(self, name: str) -> Run | None:
@@ -76,7 +76,7 @@ class SkyProvider:
         with self._reached(name) as remote:
             remote.run(f"tail {lines} {follow_on} {shlex.quote(path)}", out=out)
 
-    def writing(
+    def writer(
         self, name: str, path: str
     ) -> contextlib.AbstractContextManager[Callable[[str], None]]:
         self._require(name)
@@ -96,10 +96,10 @@ class SkyProvider:
             remote.fetch(source, to, patterns, checksum=checksum, progress=progress)
 
     def sync(self, name: str, workdir: Path, files: Sequence[str]) -> Sent:
-        gone = forgotten(sent_record(name), workdir, files)
+        gone = removed_since(sent_record(name), workdir, files)
         with self._reached(name) as remote:
             sent = remote.send(workdir, WORKDIR, files, gone)
-        remember(sent_record(name), workdir, files)
+        record_sent(sent_record(name), workdir, files)
         return sent
 
     @contextlib.contextmanager

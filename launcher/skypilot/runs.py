@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from launcher.errors import RemoteError, RunNotFound
-from launcher.provider import RUN, SERVER, Run, RunStatus, id_of
+from launcher.provider import RUN, SERVER, Run, RunStatus, resolve_run_id
 from launcher.skypilot.door import reading, sky, translated
 from launcher.ssh.remote import Remote
 
@@ -71,7 +71,7 @@ def logs(name: str, run_id: str | None, *, follow: bool, tail: int, out: TextIO)
         if not follow:
             return
     if found is None and run_id == SERVER:
-        found = id_of(SERVER, name, runs(name))
+        found = resolve_run_id(SERVER, name, runs(name))
     job_id, skypilot = found or run_id, sky()
     with reading(out) as reader, translated(name):
         code = skypilot.tail_logs(

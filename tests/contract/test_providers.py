@@ -117,9 +117,9 @@ def test_a_cluster_appears_works_and_goes(provider: Provider, task: Task, tmp_pa
     assert sent.removed == ("kept.txt",)
     assert provider.sync(NAME, tmp_path / "work", select(tmp_path / "work")).files == ()
 
-    with provider.writing(NAME, f"{CLUSTER_STATE_DIR}/note") as write:
+    with provider.writer(NAME, f"{CLUSTER_STATE_DIR}/note") as write:
         write("one\ntwo\n")
-    with provider.writing(NAME, f"{CLUSTER_STATE_DIR}/note"):
+    with provider.writer(NAME, f"{CLUSTER_STATE_DIR}/note"):
         pass  # nothing to say changes nothing
     out = io.StringIO()
     provider.read(NAME, f"{CLUSTER_STATE_DIR}/note", follow=False, tail=1, out=out)

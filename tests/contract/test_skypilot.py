@@ -77,7 +77,7 @@ def test_a_laptop_without_any_cloud_is_told_what_to_do(tmp_path: Path) -> None:
     try:
         told = launcher("up", "sky/art-cpu.yaml", home=tmp_path, **own)
         assert "error: SkyPilot may use no cloud yet" in told
-        assert "\n\nhint: See with `sky check` what each cloud needs\n" in told
+        assert "\n\nhint: Run `sky check` to see what each cloud needs\n" in told
         told = launcher("doctor", home=tmp_path, **own)
         assert "BAD  clouds: SkyPilot may use no cloud yet\n     See with `sky check`" in told
     finally:

@@ -76,7 +76,7 @@ def art(laptop: Any, secret_seen: list[str]) -> Any:
         time.sleep(0.1)
     refused = laptop.fails(command)
     laptop.finish(first)
-    assert "error: Cluster `art` is being launched by another command already" in refused
+    assert "error: Another command is already launching cluster `art`" in refused
     return laptop
 
 

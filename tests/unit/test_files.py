@@ -5,7 +5,13 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import TaskError
-from launcher.files import copy_if_new, forgotten, refuse_open_secrets, remember, select
+from launcher.files import (
+    copy_if_new,
+    record_sent,
+    refuse_unignored_env_file,
+    removed_since,
+    select,
+)
 
 
 @pytest.fixture
@@ -34,13 +40,13 @@ def test_an_env_file_that_skypilot_would_send_is_refused(
     (tree / ".gitignore").write_text(".env\n" * (file == ".skyignore"))
     (tree / file).write_text(refused)
     with pytest.raises(TaskError, match="would go to the cluster") as error:
-        refuse_open_secrets(str(tree))
+        refuse_unignored_env_file(str(tree))
     assert error.value.hint == f"Add a line `.env` to `{tree / file}`"
     (tree / file).write_text(f"{refused}.env\n")
-    refuse_open_secrets(str(tree))
+    refuse_unignored_env_file(str(tree))
     (tree / file).unlink()
     (tree / ".env").unlink()
-    refuse_open_secrets(str(tree))
+    refuse_unignored_env_file(str(tree))
 
 
 def test_a_workdir_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -50,10 +56,10 @@ def test_a_workdir_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_only_what_was_sent_from_the_same_tree_is_forgotten(tmp_path: Path) -> None:
     record = tmp_path / "records" / "art.json"
-    assert forgotten(record, tmp_path, ["a"]) == []
-    remember(record, tmp_path, ["a", "b"])
-    assert forgotten(record, tmp_path, ["a"]) == ["b"]
-    assert forgotten(record, tmp_path / "other", ["a"]) == []
+    assert removed_since(record, tmp_path, ["a"]) == []
+    record_sent(record, tmp_path, ["a", "b"])
+    assert removed_since(record, tmp_path, ["a"]) == ["b"]
+    assert removed_since(record, tmp_path / "other", ["a"]) == []
 
 
 def test_a_file_of_the_same_size_and_time_is_not_copied_again(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from click.testing import Result
 
 from launcher.cluster import Cluster
 from launcher.provider import Cost
-from launcher.settings import Settings, made_up_key
+from launcher.settings import Settings, generate_key
 from launcher.task import Task
 from launcher.testing import FakeProvider
 
@@ -288,7 +288,7 @@ def test_a_bundle_blacks_out_the_secrets_that_only_the_task_declares(
 def test_a_bundle_blacks_out_a_key_that_was_made_up(
     invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = f"Bearer {made_up_key()}, {made_up_key()}\n"
+    text = f"Bearer {generate_key()}, {generate_key()}\n"
     monkeypatch.setattr(provider, "logs", lambda *_, out, **__: out.write(text))
     assert invoke("logs", "--bundle", "b.tar.gz", provider=provider).exit_code == 0
     with tarfile.open("b.tar.gz") as archive:
@@ -327,16 +327,16 @@ def test_the_lease_of_the_command_line_reaches_the_task(invoke: Invoke, healthy_
     assert (task.envs["ART_MAX_HOURS"], task.max_cost) == ("2", 9.0)
     assert "ends by itself after 30 idle minutes or after 2 hours or at $9.00" in result.stderr
     result = invoke("up", "task.yaml", "--no-lease", "-c", "b", provider=provider)
-    assert "No lease: the cluster stays" in result.stderr
+    assert "No lease: the cluster runs" in result.stderr
 
 
 def test_two_launches_of_one_cluster_at_once_are_refused(invoke: Invoke, healthy_port: int) -> None:
-    from launcher.state import launching
+    from launcher.state import launch_lock
 
-    with launching("art"):
+    with launch_lock("art"):
         result = invoke("up", "task.yaml", provider=FakeProvider(port=healthy_port))
     assert result.exit_code == 1
-    assert "error: Cluster `art` is being launched by another command already" in result.stderr
+    assert "error: Another command is already launching cluster `art`" in result.stderr
     assert invoke("up", "task.yaml", provider=FakeProvider(port=healthy_port)).exit_code == 0
 
 
@@ -347,7 +347,7 @@ def test_run_tunnel_and_bundle_tell_json(
         "id": "2",
         "name": "run",
     }
-    monkeypatch.setattr("launcher.endpoints.wait_for_ever", lambda *_: None)
+    monkeypatch.setattr("launcher.endpoints.wait_while_healthy", lambda *_: None)
     address = f"http://127.0.0.1:{provider.port}"
     assert json.loads(invoke("tunnel", "--json", provider=provider).stdout) == {
         "control": address,

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from launcher.errors import LauncherError
-from launcher.lease import AUTOSTOP, Lease, hours_within, told
+from launcher.lease import AUTOSTOP, Lease, describe_lease, hours_within
 from launcher.settings import Settings
 from launcher.task import Task
 
@@ -42,8 +42,8 @@ def test_an_autostop_of_the_users_own_stays(bare: Path) -> None:
 def test_no_lease_is_said_and_stands_beside_no_other(bare: Path) -> None:
     task = Task.load(bare, Settings(max_hours=3), lease=Lease(off=True))
     assert lease_of(task) == ("0", "0")
-    assert told(task.envs, None).startswith("No lease: the cluster stays, and costs")
-    with pytest.raises(LauncherError, match="`--no-lease` cannot stand beside a lease"):
+    assert describe_lease(task.envs, None).startswith("No lease: the cluster runs, and costs money")
+    with pytest.raises(LauncherError, match="`--no-lease` cannot be combined with a lease"):
         Lease(max_cost=3, off=True)
 
 
@@ -51,12 +51,14 @@ def test_dollars_become_hours_by_what_is_left_of_them() -> None:
     assert hours_within(20, so_far=2, per_hour=3, hours=8) == 6
     assert hours_within(200, so_far=2, per_hour=3, hours=8) == 8
     assert hours_within(200, so_far=0, per_hour=2, hours=0) == 100
-    with pytest.raises(LauncherError, match="knows no price"):
+    with pytest.raises(LauncherError, match="has no price"):
         hours_within(20, so_far=0, per_hour=0, hours=8)
     with pytest.raises(LauncherError, match=r"cost \$2.00 before its server started"):
         hours_within(1, so_far=2, per_hour=3, hours=8)
 
 
-def test_the_lease_is_told_in_words() -> None:
+def test_the_lease_is_described_in_words() -> None:
     envs = {"ART_MAX_HOURS": "8", "ART_IDLE_MINUTES": "30"}
-    assert told(envs, 12.5).endswith("after 30 idle minutes or after 8 hours or at $12.50")
+    assert describe_lease(envs, 12.5).endswith(
+        "after 30 idle minutes or after 8 hours or at $12.50"
+    )
