@@ -199,10 +199,10 @@ def models(state_dir: Path, as_json: bool) -> None:
       trainer models
       trainer models --state-dir ~/sky_workdir/.art --json
     """
-    from trainer.runs import runs
+    from trainer.runs import list_runs
 
     rows = []
-    for run in runs(state_dir):
+    for run in list_runs(state_dir):
         steps, history = run.steps(), run.history()
         rewards = [row["train/reward"] for row in history if "train/reward" in row]
         rows.append(

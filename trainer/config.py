@@ -234,12 +234,12 @@ class ServerConfig(Config):
         return self
 
     @property
-    def learners_meet(self) -> str:
+    def learner_address(self) -> str:
         """HOST:PORT of the learner's first process."""
         return f"{self.nodes_host}:{self.nodes_port - 1}"
 
     @property
-    def asks_for_key(self) -> bool:
+    def requires_key(self) -> bool:
         """On loopback only where asked for: the control clients of ART and NAT send no key."""
         return self.require_key or not is_loopback(self.host)
 

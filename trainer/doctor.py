@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kit.types import Json
-from trainer.runs import Run
+from trainer.runs import ModelRun
 
 RECENT = 10  # steps that count
 
@@ -18,7 +18,7 @@ class Finding:
     hint: str
 
 
-def examine(run: Run) -> list[Finding]:
+def examine(run: ModelRun) -> list[Finding]:
     """What keeps `run` from learning, the likeliest cause first."""
     steps: dict[int, Json] = {}
     for row in run.history():  # a step's canary is a line of its own

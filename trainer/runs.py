@@ -13,7 +13,7 @@ from trainer.errors import NotFound
 
 
 @dataclass(frozen=True)
-class Run:
+class ModelRun:
     """One model's directory, `.art/PROJECT/models/NAME`."""
 
     project: str
@@ -49,16 +49,16 @@ class Run:
         return found
 
 
-def runs(state: Path) -> Iterator[Run]:
+def list_runs(state: Path) -> Iterator[ModelRun]:
     """Every run under `state`, by project and name."""
     for directory in sorted(state.glob(MODEL_GLOB)):
         if directory.is_dir():
-            yield Run(directory.parent.parent.name, directory.name, directory)
+            yield ModelRun(directory.parent.parent.name, directory.name, directory)
 
 
-def find_run(state: Path, name: str | None) -> Run:
+def find_run(state: Path, name: str | None) -> ModelRun:
     """The run called `name` (or `PROJECT/NAME`); without a name the only one, or the newest."""
-    found = list(runs(state))
+    found = list(list_runs(state))
     if name is not None:
         found = [run for run in found if name in (run.name, f"{run.project}/{run.name}")]
     if not found:

@@ -19,7 +19,7 @@ from launcher import Cluster, LocalProvider, Task
 from launcher.settings import read
 from trainer.base_model.smollm2 import NAME
 from trainer.config import ServerConfig
-from trainer.engines.choose import chosen
+from trainer.engines.choose import engine_kind
 
 END = "  bring it home, end the backend: .venv/bin/launcher down --local"
 
@@ -35,7 +35,7 @@ class Plan:
 
 def plan(config: ServerConfig) -> Plan:
     """What this machine is fit for; the server's own choice of an engine decides."""
-    if chosen(config) == "vllm":
+    if engine_kind(config) == "vllm":
         return Plan(Path("sky/art-local.yaml"), "small")
     # The small example is made for this model, whatever `.env` names for a GPU.
     return Plan(Path("sky/art-cpu.yaml"), "tiny", {"BASE_MODEL": NAME})

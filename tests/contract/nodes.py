@@ -11,10 +11,10 @@ from typing import Any
 
 from trainer.base_model.resolve import resolve
 from trainer.engines.embedded import EmbeddedEngine
-from trainer.machines.replicas import Meeting, Replicas
+from trainer.machines.replicas import JoinSettings, Replicas
 
 KEY = "sesame"
-ABOUT = {
+ENGINE_SETTINGS = {
     "base_model": "tiny-random",
     "engine": "embedded",
     "engine_args": {},
@@ -27,8 +27,8 @@ ABOUT = {
 @asynccontextmanager
 async def head(directory: Path) -> AsyncIterator[Replicas]:
     own = EmbeddedEngine(resolve("tiny-random"), log=directory / "own.log")
-    meeting = Meeting("127.0.0.1", 0, KEY, ABOUT)
-    replicas = Replicas(own, meeting)
+    join_settings = JoinSettings("127.0.0.1", 0, KEY, ENGINE_SETTINGS)
+    replicas = Replicas(own, join_settings)
     await replicas.start()
     try:
         yield replicas

@@ -15,15 +15,15 @@ from tests.contract.loras import write_lora
 from tests.contract.nodes import KEY, both, head, node, until
 from trainer.engines.embedded import EmbeddedEngine
 from trainer.engines.engine import Delta, SampleRequest
-from trainer.machines.link import Link
+from trainer.machines.remote_engine import RemoteEngine
 from trainer.machines.replicas import Replicas
 
 PROMPT = [256, 257, *b"user\nhi", 258, 10, 257, *b"assistant\n"]
 
 
-def link_of(replicas: Replicas) -> Link:
-    (link,) = [it.engine for it in replicas._ready if isinstance(it.engine, Link)]
-    return link
+def remote_engine_of(replicas: Replicas) -> RemoteEngine:
+    (engine,) = [it.engine for it in replicas._ready if isinstance(it.engine, RemoteEngine)]
+    return engine
 
 
 async def sample(replicas: Replicas, **request: Any) -> list[Delta]:
@@ -55,10 +55,10 @@ async def test_requests_are_shared_out_and_a_killed_machine_loses_none(
         await replicas.load("run@2", write_lora(tmp_path / "0002", seed=2))
         with node(replicas, tmp_path):
             await both(replicas)
-            link = link_of(replicas)
-            assert link._held == {"run@1", "run@2"}
+            engine = remote_engine_of(replicas)
+            assert engine._held == {"run@1", "run@2"}
             request = SampleRequest(PROMPT, lora="run@1", max_tokens=4, temperature=0)
-            (there,) = [delta async for delta in link.sample(request)]
+            (there,) = [delta async for delta in engine.sample(request)]
             assert there.token_ids == expected[0].token_ids
             assert there.logprobs == pytest.approx(expected[0].logprobs, abs=1e-4)
 
@@ -91,7 +91,7 @@ async def test_an_engine_that_died_there_is_started_again_before_it_serves(
         await replicas.load("run@1", write_lora(tmp_path / "0001", seed=1))
         with node(replicas, tmp_path) as process:
             await both(replicas)
-            first = link_of(replicas)
+            first = remote_engine_of(replicas)
             listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
             (engine,) = [int(child) for child in listed.split()]
             rollouts = [
@@ -104,7 +104,7 @@ async def test_an_engine_that_died_there_is_started_again_before_it_serves(
             os.kill(engine, signal.SIGKILL)
             assert [len(choices) for choices in await asyncio.gather(*rollouts)] == [8] * 4
             await both(replicas)
-            assert link_of(replicas) is not first and process.poll() is None
+            assert remote_engine_of(replicas) is not first and process.poll() is None
 
 
 async def test_our_own_engine_comes_back_while_others_answer(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ async def test_a_wrong_key_is_refused_and_nothing_but_health_is_open(tmp_path: P
             code = await asyncio.to_thread(process.wait)
             assert process.stderr
             told = process.stderr.read()
-        assert code == 1 and "error: The head refused our key\n\nhint: Set `ART_API_KEY`" in told
+        assert code == 1 and "error: The head rejected the key\n\nhint: Set `ART_API_KEY`" in told
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{replicas.port}") as client:
             assert (await client.get("/health")).text == "ok\n"
             for path in ("/", "/v1/models", "/metrics"):

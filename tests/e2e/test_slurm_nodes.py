@@ -36,7 +36,7 @@ run: |
 """
 PYTHON = "LITELLM_LOCAL_MODEL_COST_MAP=True {clone}/.venv/bin/python {clone}/tests/e2e"
 WORLD = ("TORCHELASTIC_RUN_ID", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-SERVES = "serves, one of 2 replicas"
+SERVES = "is ready; replicas: 2"
 pytestmark = pytest.mark.timeout(1800)
 
 

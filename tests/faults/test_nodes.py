@@ -81,14 +81,14 @@ def test_learners_and_a_head_that_are_killed_are_joined_again(tmp_path: Path) ->
         os.kill(agent, signal.SIGKILL)
         wait_until_gone([rank])
         train(serving, 3)
-        wait_for(serving.log, "serves, one of 2 replicas", 1)
+        wait_for(serving.log, "is ready; replicas: 2", 1)
         here = learner(serving.process)
         serving.process.kill()
         serving.process.wait()
         wait_until_gone(here)
         serving.start()
         train(serving, 4)
-        wait_for(serving.log, "serves, one of 2 replicas", 2)
+        wait_for(serving.log, "is ready; replicas: 2", 2)
         assert other.poll() is None
         everyone = [*learner(serving.process), *learner(other)]
         assert len(everyone) == 4

@@ -13,7 +13,7 @@ from trainer.engines.vllm_args import check, flags, rank_for
 from trainer.errors import Unsupported, WorkerDied
 from trainer.learner.process import LearnerProcess
 from trainer.machines.replicas import Replicas, with_other_machines
-from trainer.processes.worker import Worker, visible
+from trainer.processes.worker import Worker, gpu_environment
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_auto_is_vllm_where_a_card_and_vllm_are_found(
     monkeypatch.setattr(choose, "has_cuda", lambda: cuda)
     monkeypatch.setattr(choose, "_is_installed", lambda _: vllm)
     config = ServerConfig.model_validate({"engine": asked})
-    assert choose.chosen(config) == expected
+    assert choose.engine_kind(config) == expected
 
 
 def test_the_program_is_a_python_an_environment_or_a_vllm(tmp_path: Path) -> None:
@@ -75,7 +75,8 @@ def test_fp8_is_for_vllm_on_a_card_and_reaches_learner_and_engine_alike(
     joinable = ServerConfig.model_validate({**config.model_dump(), **joined})
     several = with_other_machines(engine, joinable, "base")
     assert isinstance(several, Replicas)
-    assert several._meeting.about["engine_args"] == {"quantization": "fp8_per_channel"}
+    settings = several._join_settings.engine_settings
+    assert settings["engine_args"] == {"quantization": "fp8_per_channel"}
     learner = LearnerProcess("base", log=tmp_path / "log", config=config)
     assert learner._worker._command[-2:] == ["--quantization", "fp8"]
     for change, match in (
@@ -95,11 +96,11 @@ def test_fp8_is_for_vllm_on_a_card_and_reaches_learner_and_engine_alike(
 async def test_a_worker_sees_only_the_gpus_it_was_given(tmp_path: Path) -> None:
     # Of a process that says what it sees and ends, which its death then quotes.
     (tmp_path / "seen.py").write_text("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
-    worker = Worker("learner", "seen", [], log=tmp_path / "log", environment=visible("2,3"))
+    worker = Worker("learner", "seen", [], log=tmp_path / "log", environment=gpu_environment("2,3"))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(WorkerDied, match="2,3"):
         patch.setenv("PYTHONPATH", str(tmp_path))
         await worker.start()
-    assert visible(None) == {}
+    assert gpu_environment(None) == {}
 
 
 def test_devices_and_nodes_that_cannot_be_are_refused() -> None:

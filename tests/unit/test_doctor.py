@@ -6,7 +6,7 @@ import pytest
 
 from trainer.doctor import examine
 from trainer.errors import NotFound
-from trainer.runs import find_run, runs
+from trainer.runs import find_run, list_runs
 
 HEALTHY = {
     "num_gradient_steps": 1.0,
@@ -65,4 +65,4 @@ def test_a_run_without_steps_and_a_run_that_is_not_there_are_told(tmp_path: Path
     assert "has not trained a step yet" in finding.problem
     with pytest.raises(NotFound, match="no run `old`"):
         find_run(tmp_path, "old")
-    assert [run.name for run in runs(tmp_path)] == ["new"]
+    assert [run.name for run in list_runs(tmp_path)] == ["new"]

@@ -24,7 +24,7 @@ ASK = {
 
 
 class Script:
-    """A channel that brings all calls at once and closes with the last answer."""
+    """An `RpcServer` that delivers all calls at once and closes after the last reply."""
 
     def __init__(self, calls: list[dict[str, Any]]) -> None:
         self._calls = calls
@@ -41,13 +41,13 @@ class Script:
         for number, call in enumerate(calls):
             yield number, "sample", {**ASK, **call}
 
-    def row(self, call: int, row: dict[str, Any]) -> None:
+    def send_row(self, call: int, row: dict[str, Any]) -> None:
         self.rows[call, row["index"]] = row
 
-    def done(self, call: int, result: Any = None) -> None:
+    def send_result(self, call: int, result: Any = None) -> None:
         self._left -= 1
 
-    def error(self, call: int, error: Exception) -> None:
+    def send_error(self, call: int, error: Exception) -> None:
         self.errors[call] = error
         self._left -= 1
 
@@ -145,7 +145,7 @@ def test_a_lora_of_a_name_that_another_had_is_the_one_that_is_sampled(tmp_path: 
     def greedy(worker: EmbeddedWorker) -> list[float]:
         ask = {**ASK, "prompt_ids": [7, 8], "n": 1, "max_tokens": 8, "temperature": 0.0}
         script = Script([{**ask, "lora": "m@1"}])
-        worker._channel = script  # type: ignore[assignment]
+        worker._rpc = script  # type: ignore[assignment]
         worker.run()
         return list(script.rows[0, 0]["logprobs"])
 

@@ -8,7 +8,7 @@ import pytest
 from trainer.base_model.resolve import resolve
 from trainer.config import ServerConfig
 from trainer.engines import choose, gpus
-from trainer.engines.gpus import are_shared, cards_asked_for, share_out, visible_cards
+from trainer.engines.gpus import assign_gpus, gpus_are_shared, gpus_required, visible_gpus
 from trainer.engines.vllm_args import check, defaults, spread
 from trainer.errors import Unsupported
 
@@ -19,7 +19,7 @@ QWEN, SMOL = (28, 4), (9, 3)
 @pytest.fixture
 def cards(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
     names = [str(number) for number in range(request.param)]
-    monkeypatch.setattr(gpus, "visible_cards", lambda: names)
+    monkeypatch.setattr(gpus, "visible_gpus", lambda: names)
     return len(names)
 
 
@@ -46,9 +46,9 @@ def model(directory: Path, heads: tuple[int, int]) -> Path:
 def test_engine_and_learner_have_gpus_of_their_own(
     tmp_path: Path, cards: int, heads: tuple[int, int], engine: str | None, learner: str | None
 ) -> None:
-    config = share_out(ServerConfig(), model(tmp_path, heads), {}, several=True)
+    config = assign_gpus(ServerConfig(), model(tmp_path, heads), {}, several=True)
     assert (config.engine_devices, config.learner_devices) == (engine, learner)
-    assert are_shared(config) == (cards < 2)
+    assert gpus_are_shared(config) == (cards < 2)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_what_was_chosen_stands_and_leaves_the_rest_to_the_other(
     learner: str | None,
 ) -> None:
     config = ServerConfig.model_validate(given)
-    config = share_out(config, model(tmp_path, QWEN), arguments, several=True)
+    config = assign_gpus(config, model(tmp_path, QWEN), arguments, several=True)
     assert (config.engine_devices, config.learner_devices) == (engine, learner)
 
 
@@ -87,12 +87,12 @@ def test_a_machine_that_only_samples_gives_all_to_its_engine(
 ) -> None:
     monkeypatch.setattr(choose, "has_cuda", lambda: True)
     config = ServerConfig(engine="vllm", vllm=sys.executable)
-    config = choose.placed(config, model(tmp_path, QWEN), {}, trains=False)
+    config = choose.with_gpus_assigned(config, model(tmp_path, QWEN), {}, trains=False)
     assert (config.engine_devices, config.learner_devices) == ("0,1,2,3", None)
     directory = resolve("tiny-random")
     engine = choose.create_engine(config, directory, tmp_path, trains=False)
     assert engine._defaults["gpu_memory_utilization"] == 0.9  # type: ignore[attr-defined]
-    embedded = choose.placed(ServerConfig(engine="embedded"), directory, {})
+    embedded = choose.with_gpus_assigned(ServerConfig(engine="embedded"), directory, {})
     assert (embedded.engine_devices, embedded.learner_devices) == ("0", "1,2,3")
 
 
@@ -117,7 +117,7 @@ def test_cards_are_those_that_cuda_would_see(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if named is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
-    assert visible_cards() == expected
+    assert visible_gpus() == expected
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_cards_are_those_that_cuda_would_see(
 def test_gpus_of_its_own_are_split_over_and_filled(
     engine: str | None, learner: str | None, parallel: int | None, memory: float
 ) -> None:
-    shared = are_shared(ServerConfig(engine_devices=engine, learner_devices=learner))
+    shared = gpus_are_shared(ServerConfig(engine_devices=engine, learner_devices=learner))
     assert spread({}, engine).get("tensor_parallel_size") == parallel
     settings = defaults(resolve("tiny-random"), rank=8, cuda=True, shared=shared)
     assert settings["gpu_memory_utilization"] == memory
@@ -147,10 +147,10 @@ def test_gpus_of_its_own_are_split_over_and_filled(
 def test_vllm_is_divided_over_as_many_as_it_was_given(
     tmp_path: Path, cards: int, arguments: dict[str, int]
 ) -> None:
-    config = share_out(ServerConfig(), model(tmp_path, QWEN), arguments, several=True)
+    config = assign_gpus(ServerConfig(), model(tmp_path, QWEN), arguments, several=True)
     assert config.engine_devices
     in_effect = {**spread(arguments, config.engine_devices), **arguments}
-    assert cards_asked_for(in_effect) == len(config.engine_devices.split(","))
+    assert gpus_required(in_effect) == len(config.engine_devices.split(","))
 
 
 def test_more_gpus_than_the_engine_has_are_refused() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from trainer.processes import large_json as module
-from trainer.processes.large_json import parse, pieces
+from trainer.processes.large_json import encode_in_pieces, parse
 
 GROUPS = [
     {"trajectories": [{"reward": 0.5, "ids": [1, 2]}, {"reward": None}], "é": {"b": 1, "a": "\n"}},
@@ -15,7 +15,7 @@ GROUPS = [
 
 @pytest.mark.parametrize("value", [{"params": {"groups": GROUPS}}, GROUPS, [], {}, 1.5, None, "x"])
 def test_the_pieces_are_what_json_dumps_gives(value: Any) -> None:
-    assert "".join(pieces(value)) == json.dumps(value)
+    assert "".join(encode_in_pieces(value)) == json.dumps(value)
     assert parse(json.dumps(value).encode()) == value
 
 
@@ -31,7 +31,7 @@ def test_the_pieces_are_what_json_dumps_gives(value: Any) -> None:
 def test_both_parsers_read_and_refuse_what_json_loads_does(
     text: str, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "AT_ONCE", at_once)
+    monkeypatch.setattr(module, "FAST_PARSE_LIMIT", at_once)
     for encoding in ("utf-8", "utf-8-sig", "utf-16"):
         body = text.encode(encoding)
         try:
@@ -44,5 +44,5 @@ def test_both_parsers_read_and_refuse_what_json_loads_does(
 
 
 def test_trajectories_are_apart_and_tokens_are_not() -> None:
-    made = list(pieces({"groups": GROUPS}))
+    made = list(encode_in_pieces({"groups": GROUPS}))
     assert "[1, 2]" in made and not any("null" in piece and "0.5" in piece for piece in made)

@@ -76,14 +76,14 @@ def test_listening_to_the_world_without_a_key_is_refused(tmp_path: Path) -> None
     result = run("serve", "--nodes-host", "127.0.0.1", cwd=tmp_path)
     assert_told(result, "Refusing to take engines on `127.0.0.1` without a key")
     result = run("engine", "--head", "http://127.0.0.1:9", cwd=tmp_path)
-    assert_told(result, "The head asks for a key")
+    assert_told(result, "The head requires a key")
 
 
 def test_a_head_that_never_comes_is_given_up(tmp_path: Path) -> None:
     head = ("--head", "http://127.0.0.1:9", "--patience", "0.0001")
     result = run("engine", *head, cwd=tmp_path, ART_API_KEY="sesame")
     assert result.returncode == 1
-    assert "error: The head `http://127.0.0.1:9` was not reached for 0.0001 minutes" in (
+    assert "error: The head `http://127.0.0.1:9` was unreachable for 0.0001 minutes" in (
         result.stderr
     )
     assert_told(run("engine", "--head", "nowhere", cwd=tmp_path), "`head`")

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.processes.worker import CHUNK, PARENT_VARIABLE, Worker
+from trainer.processes.rpc import CHUNK
+from trainer.processes.worker import PARENT_VARIABLE, Worker
 from trainer.server.app import _bind
 
 ECHO = """

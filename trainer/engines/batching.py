@@ -1,9 +1,8 @@
-"""What the embedded engine batches: the choices of requests, and prompts of like length."""
+"""Batching in the embedded engine: pending choices, prefill batches and the cache's shape."""
 
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
@@ -11,26 +10,26 @@ from trainer.config import LoraConfig
 from trainer.engines.sampling import Sampling
 from trainer.engines.text import TextStream
 
-Lora = tuple[LoraConfig, dict[str, Tensor]]
-PREFILL = 2048  # tokens of prompts computed at once
+LoadedLora = tuple[LoraConfig, dict[str, Tensor]]
+PREFILL = 2048  # prompt tokens in one prefill batch, padding included
 
 
 @dataclass
-class Call:
-    """One request: a prompt and the choices that continue it."""
+class PendingRequest:
+    """A request with unfinished choices: a prompt, and how to continue it."""
 
     id: int
     prompt: list[int]
-    lora: Lora | None  # itself, not its name, which may be another's by the time it is used
+    lora: LoadedLora | None  # not its name, which may belong to another LoRA by the time it is used
     stream: bool
     unfinished: int
 
 
 @dataclass
-class Choice:
-    """One row of the batch."""
+class PendingChoice:
+    """An unfinished choice: one row of the batch, or waiting for one."""
 
-    call: Call
+    request: PendingRequest
     index: int
     limit: int
     sampling: Sampling
@@ -38,20 +37,21 @@ class Choice:
     text: TextStream
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    pending: dict[str, Any] = field(default_factory=dict)
+    unsent_text: str = ""
+    sent_tokens: int = 0
 
     @property
     def length(self) -> int:
-        return len(self.call.prompt) + len(self.tokens)
+        return len(self.request.prompt) + len(self.tokens)
 
     @property
-    def seen(self) -> tuple[int, ...]:
-        """All that the next token depends on: more than the prompt if the row was given up."""
-        return (*self.call.prompt, *self.tokens)
+    def context(self) -> tuple[int, ...]:
+        """The prompt and the tokens so far; a row that was given up already has some."""
+        return (*self.request.prompt, *self.tokens)
 
 
 def prefill_batches(prompts: Iterable[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
-    """Prompts of like length together, as many as fit `PREFILL` tokens with their padding."""
+    """Group prompts of similar length into batches of at most `PREFILL` tokens with padding."""
     batches: list[list[tuple[int, ...]]] = []
     for prompt in sorted(prompts, key=len):
         if batches and (len(batches[-1]) + 1) * len(prompt) <= PREFILL:
@@ -62,15 +62,16 @@ def prefill_batches(prompts: Iterable[tuple[int, ...]]) -> list[list[tuple[int, 
 
 
 def cache_shape(rows: int, length: int, *, context: int, budget: int) -> tuple[int, int]:
-    """Rows and tokens of a cache for these: doubled, so that growing costs little.
+    """Return rows and tokens of a cache with room for these, rounded up so that it grows rarely.
 
-    It is made for what is needed now, not for the most rows and the longest one ever met: 64 short
-    ones at one time and one of 8,192 tokens at another would make 12 GB of a model of 135M.
+    Both follow from the current need, not from the most rows and the longest row ever seen: 64
+    short rows at one time and one of 8,192 tokens at another would take 12 GB for a 135M model.
     """
-    rows = max(rows, min(_doubled(rows), budget // length))
-    least = length if length <= budget else min(length + 255, context)  # one that is alone
-    return rows, max(least, min(max(256, _doubled(length)), context, budget // rows))
+    rows = max(rows, min(_next_power_of_two(rows), budget // length))
+    # A choice that exceeds the budget runs alone.
+    least = length if length <= budget else min(length + 255, context)
+    return rows, max(least, min(max(256, _next_power_of_two(length)), context, budget // rows))
 
 
-def _doubled(size: int) -> int:
+def _next_power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()

@@ -15,19 +15,19 @@ from trainer.config import ServerConfig
 from trainer.engines import vllm_args
 from trainer.engines.embedded import EmbeddedEngine
 from trainer.engines.engine import Engine
-from trainer.engines.gpus import are_shared, has_cuda, share_out
+from trainer.engines.gpus import assign_gpus, gpus_are_shared, has_cuda
 from trainer.engines.vllm import VllmEngine
 
 
-def placed(
+def with_gpus_assigned(
     config: ServerConfig, directory: Path, asked: Json, *, trains: bool = True
 ) -> ServerConfig:
     """`config` with the GPUs of engine and learner; `asked` are a client's `engine_args`."""
-    return share_out(
+    return assign_gpus(
         config,
         directory,
         {**vllm_arguments(config), **asked},
-        several=chosen(config) == "vllm",
+        several=engine_kind(config) == "vllm",
         trains=trains,
     )
 
@@ -42,7 +42,7 @@ def create_engine(
     """
     log = logs / "engine.log"
     _check_quantization(config)
-    if chosen(config) == "embedded":
+    if engine_kind(config) == "embedded":
         if config.engine_args:
             names = ", ".join(f"`{name}`" for name in config.engine_args)
             raise ConfigError(
@@ -58,7 +58,7 @@ def create_engine(
         cuda=has_cuda(),
         arguments=vllm_arguments(config),
         devices=config.engine_devices,
-        shared=trains and are_shared(config),
+        shared=trains and gpus_are_shared(config),
     )
 
 
@@ -70,7 +70,7 @@ def vllm_arguments(config: ServerConfig) -> Json:
 def _check_quantization(config: ServerConfig) -> None:
     if config.quantization is None:
         return
-    if chosen(config) == "embedded" or not has_cuda():
+    if engine_kind(config) == "embedded" or not has_cuda():
         raise ConfigError(
             f"`quantization` is `{config.quantization}`, which needs vLLM on a CUDA card",
             hint="Leave it out, or use `--engine vllm` on a GPU machine",
@@ -82,7 +82,7 @@ def _check_quantization(config: ServerConfig) -> None:
         )
 
 
-def chosen(config: ServerConfig) -> Literal["vllm", "embedded"]:
+def engine_kind(config: ServerConfig) -> Literal["vllm", "embedded"]:
     if config.engine != "auto":
         return config.engine
     return "vllm" if has_cuda() and (config.vllm or _is_installed("vllm")) else "embedded"

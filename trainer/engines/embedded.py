@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.engines.engine import Delta, SampleRequest
-from trainer.processes.worker import Worker, visible
+from trainer.processes.worker import Worker, gpu_environment
 
 KEPT = 8  # LoRAs in memory; a long run makes hundreds
 
@@ -23,7 +23,7 @@ class EmbeddedEngine:
             "trainer.engines.embedded_worker",
             ["--model", str(model)],
             log=log,
-            environment=visible(devices),
+            environment=gpu_environment(devices),
         )
         self._paths: dict[str, Path] = {}
         """Every LoRA that may be asked for."""

@@ -1,8 +1,8 @@
 """The embedded engine's process: continuous batching over a decoder and its KV cache.
 
-Requests join and leave between decode steps. Rows of the cache are kept without gaps, a prompt
+Requests join and leave between decode steps. Active rows stay contiguous in the cache, a prompt
 that several choices share is computed once, and a batch samples from one LoRA at a time. A batch
-that outgrows the cache's share of the memory gives up rows, which are computed again later.
+that outgrows the cache's share of the memory gives up rows, which are recomputed later.
 """
 
 import argparse
@@ -19,27 +19,34 @@ from torch import Tensor
 
 from trainer import faults
 from trainer.base_model.tokenizer import Tokenizer
-from trainer.engines.batching import Call, Choice, Lora, cache_shape, prefill_batches
+from trainer.engines.batching import (
+    LoadedLora,
+    PendingChoice,
+    PendingRequest,
+    cache_shape,
+    prefill_batches,
+)
 from trainer.engines.decoder import Decoder, KVCache
 from trainer.engines.sampling import Sampling, choose
 from trainer.engines.text import TextStream
 from trainer.errors import BadRequest, NotFound
 from trainer.policy.device import default_device, default_dtype, memory
 from trainer.policy.model import load_model, read_lora_config
-from trainer.processes.worker import Channel
+from trainer.processes.rpc import RpcServer
+from trainer.processes.worker import connect_to_parent
 
 logger = logging.getLogger(__name__)
 ROWS = 64  # choices sampled at once; more wait
-CACHE_SHARE = 0.25  # of the memory: the model and, on a laptop, the learner are there too
+CACHE_SHARE = 0.25  # of the memory; the model and, on a laptop, the learner need some too
 
 
 class EmbeddedWorker:
-    """Owns the decoder; `run` answers the server until it goes."""
+    """Owns the decoder; `run` answers calls until the server disconnects."""
 
-    def __init__(self, directory: Path, channel: Channel, budget: int | None = None) -> None:
-        """`budget`: tokens that the cache may hold, if they are not to follow from the memory."""
+    def __init__(self, directory: Path, rpc: RpcServer, budget: int | None = None) -> None:
+        """`budget`: tokens that the cache may hold; by default as many as fit `CACHE_SHARE`."""
         device = default_device()
-        self._channel = channel
+        self._rpc = rpc
         self._handlers: dict[str, Callable[..., None]] = {
             "ready": lambda: None,
             "load": self._load,
@@ -49,17 +56,17 @@ class EmbeddedWorker:
         dtype = default_dtype(directory, device)
         self._decoder = Decoder(load_model(directory, lora=None, dtype=dtype, device=device))
         self._context = self._decoder.architecture.max_length
-        self._loras: dict[str, Lora] = {}
-        self._current: Lora | None = None
-        self._waiting: deque[Choice] = deque()
-        self._active: list[Choice] = []
+        self._loras: dict[str, LoadedLora] = {}
+        self._current: LoadedLora | None = None
+        self._waiting: deque[PendingChoice] = deque()
+        self._active: list[PendingChoice] = []
         self._cache = self._new_cache()
         self._budget = budget or int(CACHE_SHARE * memory(device)) // self._cache.token_bytes
 
     def run(self) -> None:
-        while self._channel.open:
+        while self._rpc.open:
             idle = not (self._waiting or self._active)
-            for call, method, params in self._channel.poll(wait=idle):
+            for call, method, params in self._rpc.poll(wait=idle):
                 self._answer(call, method, params)
             try:
                 self._admit()
@@ -73,13 +80,13 @@ class EmbeddedWorker:
     def _answer(self, call: int, method: str, params: dict[str, Any]) -> None:
         try:
             if method == "sample":
-                self._enqueue(call, **params)  # answered as it is sampled
+                self._enqueue(call, **params)  # rows and result follow from `_advance`
             elif method == "cancel":
                 self._cancel(call)
             else:
-                self._channel.done(call, self._handlers[method](**params))
+                self._rpc.send_result(call, self._handlers[method](**params))
         except Exception as error:  # a bad request must not end the worker
-            self._channel.error(call, error)
+            self._rpc.send_error(call, error)
 
     def _load(self, lora: str, path: str) -> None:
         if lora in self._loras:
@@ -111,8 +118,8 @@ class EmbeddedWorker:
             raise NotFound(f"The LoRA `{lora}` is not loaded")
         if not prompt_ids or max(prompt_ids) >= self._decoder.architecture.vocab_size:
             raise BadRequest(
-                "The prompt is empty, or has a token that the model does not know",
-                hint="Leave out text that the tokenizer turns into a special token of its own",
+                "The prompt is empty, or contains a token that the model does not know",
+                hint="Remove text that the tokenizer turns into an added special token",
             )
         room = self._context - len(prompt_ids)
         if room <= 0 or (max_tokens or 0) > room:
@@ -121,30 +128,33 @@ class EmbeddedWorker:
                 f"the context of {self._context} tokens",
                 hint="Shorten the messages, or lower `max_tokens`",
             )
-        held = None if lora is None else self._loras[lora]
-        owner = Call(call, prompt_ids, held, stream, unfinished=n)
+        loaded = None if lora is None else self._loras[lora]
+        request = PendingRequest(call, prompt_ids, loaded, stream, unfinished=n)
         for index in range(n):
-            chance = random.Random(None if seed is None else f"{seed}/{index}")
+            generator = random.Random(None if seed is None else f"{seed}/{index}")
             text = TextStream(self._tokenizer, stop)
             sampling = Sampling(temperature, top_p, top_k)
-            self._waiting.append(Choice(owner, index, max_tokens or room, sampling, chance, text))
+            self._waiting.append(
+                PendingChoice(request, index, max_tokens or room, sampling, generator, text)
+            )
 
     def _cancel(self, call: int) -> None:
-        self._waiting = deque(choice for choice in self._waiting if choice.call.id != call)
-        for choice in [choice for choice in self._active if choice.call.id == call]:
+        self._waiting = deque(choice for choice in self._waiting if choice.request.id != call)
+        for choice in [choice for choice in self._active if choice.request.id == call]:
             self._remove(choice)
 
     def _give_up(self, error: Exception) -> None:
-        """End the requests of the batch that cannot go on, or the one that could not join it."""
+        """Fail the requests of a batch that cannot continue, or the one that could not join it."""
         if self._cache.keys[0].is_cuda and not isinstance(error, torch.OutOfMemoryError):
-            raise error  # of anything else a GPU does not recover in this process
-        calls = {choice.call.id for choice in self._active or [self._waiting[0]]}
-        self._waiting = deque(choice for choice in self._waiting if choice.call.id not in calls)
+            raise error  # a GPU process cannot recover from any other error
+        calls = {choice.request.id for choice in self._active or [self._waiting[0]]}
+        self._waiting = deque(choice for choice in self._waiting if choice.request.id not in calls)
         self._active.clear()
-        self._cache = self._new_cache()  # it may have been left half resized, and the LoRA half set
+        # The error may have left the cache half resized, or the LoRA half applied.
+        self._cache = self._new_cache()
         self._switch(None)
         for call in calls:
-            self._channel.error(call, error)
+            self._rpc.send_error(call, error)
 
     # The batch
 
@@ -152,46 +162,46 @@ class EmbeddedWorker:
         return self._decoder.new_cache(8, min(256, self._context))
 
     def _admit(self) -> None:
-        """Give free rows to waiting choices, in their order, while they share the LoRA."""
-        fresh: list[Choice] = []
+        """Give free rows to waiting choices in order, as long as they use the same LoRA."""
+        admitted: list[PendingChoice] = []
         while self._waiting and len(self._active) < ROWS:
-            lora = self._waiting[0].call.lora
+            lora = self._waiting[0].request.lora
             if lora is not self._current and self._active:
-                break  # the next LoRA's turn comes when this batch has drained
+                break  # the next LoRA has to wait until this batch has finished
             if not self._fits([*self._active, self._waiting[0]]):
                 break
             self._switch(lora)
-            fresh.append(self._waiting.popleft())
-            self._active.append(fresh[-1])
-        if fresh:
-            self._advance(fresh, self._prefill(fresh))
+            admitted.append(self._waiting.popleft())
+            self._active.append(admitted[-1])
+        if admitted:
+            self._advance(admitted, self._prefill(admitted))
 
-    def _switch(self, lora: Lora | None) -> None:
+    def _switch(self, lora: LoadedLora | None) -> None:
         if lora is not self._current:
             self._current = lora
             self._decoder.use_lora(*(lora or (None, {})))
 
-    def _prefill(self, fresh: list[Choice]) -> Tensor:
-        """Fill the rows of the newest choices; returns the logits [B, V] of their first tokens."""
-        prompts = [choice.seen for choice in fresh]
-        first = len(self._active) - len(fresh)
+    def _prefill(self, admitted: list[PendingChoice]) -> Tensor:
+        """Fill the rows of new choices and return the logits [B, V] of their next tokens."""
+        prompts = [choice.context for choice in admitted]
+        first = len(self._active) - len(admitted)
         self._grow()
         rows: dict[tuple[int, ...], int] = {}
         for row, prompt in enumerate(prompts, first):
-            rows.setdefault(prompt, row)  # a prompt that several share is computed once
+            rows.setdefault(prompt, row)  # compute a shared prompt once
         logits: dict[tuple[int, ...], Tensor] = {}
         for batch in prefill_batches(rows):
-            found = self._decoder.prefill(
+            batch_logits = self._decoder.prefill(
                 [list(prompt) for prompt in batch], [rows[prompt] for prompt in batch], self._cache
             )
-            logits.update(zip(batch, found, strict=True))
+            logits.update(zip(batch, batch_logits, strict=True))
         for prompt, source in rows.items():
             targets = [row for row, other in enumerate(prompts, first) if other == prompt]
             self._cache.copy_row(source, targets[1:], len(prompt))
         return torch.stack([logits[prompt] for prompt in prompts])
 
     def _decode(self) -> None:
-        """One token for every active row."""
+        """Sample one token for every active row."""
         faults.reached("engine-sampling")
         while not self._fits(self._active):
             self._waiting.appendleft(self._active.pop())
@@ -201,8 +211,8 @@ class EmbeddedWorker:
         logits = self._decoder.decode(tokens, positions, self._cache)
         self._advance(list(self._active), logits)
 
-    def _advance(self, choices: list[Choice], logits: Tensor) -> None:
-        """Draw a token for each choice, tell the server, and let the finished ones go."""
+    def _advance(self, choices: list[PendingChoice], logits: Tensor) -> None:
+        """Draw a token for each choice, send it, and remove finished choices."""
         tokens, logprobs = choose(
             logits, [c.sampling for c in choices], [c.random.random() for c in choices]
         )
@@ -218,48 +228,50 @@ class EmbeddedWorker:
             if finish:
                 text += choice.text.finish()
                 self._remove(choice)
-            self._tell(choice, text, finish)
+            self._send(choice, text, finish)
 
-    def _tell(self, choice: Choice, text: str, finish: str | None) -> None:
-        """Send what is new: token by token to a stream, else once at the end."""
-        call = choice.call
-        delta = choice.pending or {"index": choice.index, "text": "", "told": 0}
-        delta["text"] += text
-        choice.pending = delta
-        if not (finish or call.stream):
+    def _send(self, choice: PendingChoice, text: str, finish: str | None) -> None:
+        """Send the new tokens: each one at once for a stream, otherwise all at the end."""
+        request = choice.request
+        choice.unsent_text += text
+        if not (finish or request.stream):
             return
-        told = delta.pop("told")
-        delta["token_ids"] = choice.tokens[told:]
-        delta["logprobs"] = choice.logprobs[told:]
-        delta["finish_reason"] = finish
-        self._channel.row(call.id, delta)
-        choice.pending = {"index": choice.index, "text": "", "told": len(choice.tokens)}
+        delta = {
+            "index": choice.index,
+            "text": choice.unsent_text,
+            "token_ids": choice.tokens[choice.sent_tokens :],
+            "logprobs": choice.logprobs[choice.sent_tokens :],
+            "finish_reason": finish,
+        }
+        self._rpc.send_row(request.id, delta)
+        choice.unsent_text, choice.sent_tokens = "", len(choice.tokens)
         if finish:
-            call.unfinished -= 1
-            if not call.unfinished:
-                self._channel.done(call.id)
+            request.unfinished -= 1
+            if not request.unfinished:
+                self._rpc.send_result(request.id)
 
-    def _remove(self, choice: Choice) -> None:
-        """Free a row; the last row moves into it, so that the active ones stay without gaps."""
+    def _remove(self, choice: PendingChoice) -> None:
+        """Free a row, and move the last active row into it so that there is no gap."""
         row = self._active.index(choice)
         last = self._active.pop()
         if last is not choice:
             self._cache.copy_row(len(self._active), [row], last.length)
             self._active[row] = last
 
-    def _fits(self, choices: list[Choice]) -> bool:
-        """Whether the cache may hold these and a token more of each; one alone always."""
+    def _fits(self, choices: list[PendingChoice]) -> bool:
+        """Return whether the cache may hold these plus a token each. A single one always fits."""
         return len(choices) == 1 or len(choices) * _length(choices) <= self._budget
 
     def _grow(self) -> None:
-        """Have room for the active choices and a token more of each."""
+        """Make room in the cache for the active choices plus a token each."""
         rows, length = len(self._active), _length(self._active)
         if rows > self._cache.rows or length > self._cache.length:
             shape = cache_shape(rows, length, context=self._context, budget=self._budget)
             self._cache.resize(*shape)
 
 
-def _length(choices: list[Choice]) -> int:
+def _length(choices: list[PendingChoice]) -> int:
+    """Return the length of the longest choice after its next token."""
     return max(choice.length for choice in choices) + 1
 
 
@@ -267,7 +279,7 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face directory")
-    EmbeddedWorker(parser.parse_args().model, Channel()).run()
+    EmbeddedWorker(parser.parse_args().model, connect_to_parent()).run()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from trainer.config import ServerConfig
 logger = logging.getLogger(__name__)
 
 
-def visible_cards() -> list[str]:
+def visible_gpus() -> list[str]:
     """The GPUs that a process started from here would see, as CUDA_VISIBLE_DEVICES names them."""
     found = list(Path("/dev").glob("nvidia[0-9]*"))
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -27,10 +27,10 @@ def visible_cards() -> list[str]:
 
 def has_cuda() -> bool:
     """Whether a process started from here would see an NVIDIA card."""
-    return bool(visible_cards())
+    return bool(visible_gpus())
 
 
-def share_out(
+def assign_gpus(
     config: ServerConfig,
     model: Path,
     arguments: Mapping[str, Any],
@@ -43,7 +43,7 @@ def share_out(
     `arguments` are vLLM's, `several` is whether the engine can use more than one GPU, and `trains`
     whether there is a learner on this machine. Who chose for one leaves the rest to the other.
     """
-    cards = visible_cards()
+    cards = visible_gpus()
     engine, learner = _names(config.engine_devices), _names(config.learner_devices)
     given = engine or learner or []
     if len(cards) < 2 or (engine and learner) or not set(given) <= set(cards):
@@ -51,7 +51,7 @@ def share_out(
     if engine is None:
         left = [card for card in cards if card not in (learner or [])]
         most = len(left) - (trains and learner is None)
-        asked = cards_asked_for(arguments)
+        asked = gpus_required(arguments)
         if asked and asked > most:
             return config  # all of them, shared
         engine = left[: asked or _largest(most, read_architecture(model) if several else None)]
@@ -69,13 +69,13 @@ def share_out(
     return config.model_copy(update=chosen)
 
 
-def are_shared(config: ServerConfig) -> bool:
+def gpus_are_shared(config: ServerConfig) -> bool:
     """Whether engine and learner have a GPU in common; each has all of them unless it is told."""
     engine, learner = _names(config.engine_devices), _names(config.learner_devices)
     return engine is None or learner is None or bool(set(engine) & set(learner))
 
 
-def cards_asked_for(arguments: Mapping[str, Any]) -> int | None:
+def gpus_required(arguments: Mapping[str, Any]) -> int | None:
     """How many GPUs vLLM needs with these arguments; None when they do not say."""
     sizes = [arguments.get(f"{kind}_parallel_size") for kind in ("tensor", "pipeline", "data")]
     given = [size for size in sizes if isinstance(size, int)]

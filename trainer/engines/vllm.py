@@ -19,10 +19,10 @@ from kit.types import Json
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines import vllm_args
 from trainer.engines.engine import Delta, SampleRequest
-from trainer.engines.vllm_choice import Choice
+from trainer.engines.vllm_choice import VllmChoice
 from trainer.engines.vllm_process import VllmProcess
 from trainer.errors import BadRequest, Conflict, NotFound, TrainerError, WorkerDied
-from trainer.processes.worker import visible
+from trainer.processes.worker import gpu_environment
 
 logger = logging.getLogger(__name__)
 KEPT = 4  # LoRAs that stay loaded; older ones are loaded again when they are asked for
@@ -49,7 +49,7 @@ class VllmEngine:
         self._model = model
         self._devices = devices if cuda else None
         self._shared = shared and cuda
-        self._environment = {**vllm_args.environment(cuda=cuda), **visible(devices)}
+        self._environment = {**vllm_args.environment(cuda=cuda), **gpu_environment(devices)}
         self._defaults = vllm_args.defaults(model, rank=rank, cuda=cuda, shared=shared)
         self._arguments = dict(arguments)
         self._tokenizer = Tokenizer(model)
@@ -230,7 +230,7 @@ class VllmEngine:
         await self._revive()
         # vLLM refuses several greedy choices, which would all be the same.
         copies = request.n if request.temperature == 0 else 1
-        choices = [Choice(i, self._tokenizer, request.stop) for i in range(request.n // copies)]
+        choices = [VllmChoice(i, self._tokenizer, request.stop) for i in range(request.n // copies)]
         async with (
             self._using(request.lora) as model,
             aclosing(self._rows(self._body(request, model, len(choices)))) as rows,

@@ -8,7 +8,7 @@ from typing import Any
 
 from kit.types import Json
 from trainer.base_model.precision import dtype_name
-from trainer.engines.gpus import cards_asked_for
+from trainer.engines.gpus import gpus_required
 from trainer.errors import Unsupported
 
 BASE = "base"  # what vLLM calls the model without a LoRA
@@ -49,7 +49,7 @@ def check(arguments: Mapping[str, Any], devices: str | None = None) -> None:
             raise Unsupported(f"`engine_args.{name}` cannot be set: {why}")
         if not name.isidentifier():
             raise Unsupported(f"`engine_args.{name}` is no name of a vLLM setting")
-    needed = cards_asked_for(arguments) or 1
+    needed = gpus_required(arguments) or 1
     if devices and needed > len(devices.split(",")):
         raise Unsupported(
             f"`engine_args` divides vLLM over {needed} GPUs, and the engine has `{devices}` here",
@@ -84,7 +84,7 @@ def defaults(directory: Path, *, rank: int, cuda: bool, shared: bool = True) -> 
 
 def spread(arguments: Mapping[str, Any], devices: str | None) -> Json:
     """The size that divides vLLM over all of its GPUs, by what `arguments` leave of them."""
-    size = len(devices.split(",")) // (cards_asked_for(arguments) or 1) if devices else 1
+    size = len(devices.split(",")) // (gpus_required(arguments) or 1) if devices else 1
     return {"tensor_parallel_size": size} if size > 1 else {}
 
 

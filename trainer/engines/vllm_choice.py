@@ -7,7 +7,7 @@ from trainer.engines.text import TextStream
 from trainer.errors import TrainerError
 
 
-class Choice:
+class VllmChoice:
     """Its text is made here, the same way as in every other engine."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:

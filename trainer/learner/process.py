@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer.config import LoraConfig, ServerConfig, StepConfig
 from trainer.errors import TrainerError
-from trainer.processes.worker import Worker, visible
+from trainer.processes.worker import Worker, gpu_environment
 
 logger = logging.getLogger(__name__)
 MODULE = "trainer.learner.torchrun"
@@ -21,10 +21,10 @@ class LearnerProcess:
         self._worker = Worker(
             "learner",
             MODULE,
-            arguments(base_model, nodes=config.nodes, number=0, master=config.learners_meet)
+            arguments(base_model, nodes=config.nodes, number=0, master=config.learner_address)
             + (["--quantization", config.quantization] if config.quantization else []),
             log=log,
-            environment=visible(config.learner_devices),
+            environment=gpu_environment(config.learner_devices),
         )
         self.crowded = False
         """Whether a step did not fit beside the engine, which then sleeps during every one."""

@@ -1,4 +1,4 @@
-"""The files of a LoRA on their way to another machine: named by their sha256, checked there."""
+"""Transfer of LoRA files to another machine, which checks each one against its sha256."""
 
 import asyncio
 import hashlib
@@ -13,7 +13,7 @@ from typing import Any
 from kit.manifest import read_manifest, sha256
 from trainer.errors import BadRequest, CheckpointError
 
-# All that an engine reads, and all that another machine may have us write.
+# The only files that an engine reads, and the only ones that a head may write here.
 NAMES = ("adapter_config.json", "adapter_model.safetensors")
 CHUNK = 1 << 20
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -21,7 +21,7 @@ Hashes = dict[str, str]
 
 
 async def hashes_of(directory: Path) -> Hashes:
-    """What the files of a LoRA must hash to: by its manifest, which was written with them."""
+    """Return the sha256 of each file of a LoRA, from its manifest if it has one."""
     manifest = read_manifest(directory)
     if manifest is None:
         return {name: await asyncio.to_thread(sha256, directory / name) for name in NAMES}
@@ -29,36 +29,37 @@ async def hashes_of(directory: Path) -> Hashes:
 
 
 class LoraStore:
-    """LoRAs of another machine, each in a directory of its own that never changes.
+    """LoRAs received from the head, each in a directory that never changes.
 
-    Files arrive in pieces. A LoRA appears only when all of its files match their sha256.
+    Files arrive in pieces. A LoRA's directory appears only when all of its files match their
+    sha256.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        # Pieces of a connection that broke are worth nothing.
+        # Partial files of a broken connection are useless.
         shutil.rmtree(directory / "arriving", ignore_errors=True)
         (directory / "arriving").mkdir(parents=True)
 
     def path(self, hashes: Mapping[str, Any]) -> Path:
-        """Where a LoRA of these files is, or would be."""
+        """Return the directory for a LoRA with these files, whether or not it exists."""
         if sorted(hashes) != sorted(NAMES) or not all(
             isinstance(value, str) and _SHA256.fullmatch(value) for value in hashes.values()
         ):
-            raise BadRequest(f"A LoRA is {' and '.join(NAMES)}, each with its sha256")
-        told = json.dumps(hashes, sort_keys=True).encode()
-        return self._directory / hashlib.sha256(told).hexdigest()
+            raise BadRequest(f"A LoRA needs {' and '.join(NAMES)}, each with its sha256")
+        text = json.dumps(hashes, sort_keys=True).encode()
+        return self._directory / hashlib.sha256(text).hexdigest()
 
     def receive(self, frame: bytes) -> None:
-        """Take one piece: the sha256 of its file in 64 letters, then bytes."""
+        """Append one piece to its file: 64 characters with the file's sha256, then bytes."""
         digest = frame[:64].decode("ascii", errors="replace")
         if not _SHA256.fullmatch(digest):
-            raise BadRequest("A piece of a file does not say of which")
+            raise BadRequest("A piece of a file does not start with the file's sha256")
         with (self._directory / "arriving" / digest).open("ab") as file:
             file.write(frame[64:])
 
     def complete(self, lora: str, hashes: Hashes) -> list[str]:
-        """Make the LoRA whole of what has arrived; returns the files that have not."""
+        """Assemble a LoRA from the received files, and return the names of missing ones."""
         target = self.path(hashes)
         if target.is_dir():
             return []
@@ -66,12 +67,12 @@ class LoraStore:
         if missing := [name for name, path in arriving.items() if not path.is_file()]:
             return missing
         for name, path in arriving.items():
-            if (found := sha256(path)) != hashes[name]:
+            if (actual := sha256(path)) != hashes[name]:
                 path.unlink()
                 raise CheckpointError(
-                    f"The LoRA `{lora}` arrived damaged: the sha256 of `{name}` is `{found[:12]}…` "
-                    f"and not `{hashes[name][:12]}…`",
-                    hint="Verify the checkpoint where it was written, with `launcher pull`",
+                    f"The LoRA `{lora}` arrived damaged: the sha256 of `{name}` is "
+                    f"`{actual[:12]}…`, not `{hashes[name][:12]}…`",
+                    hint="Verify the original checkpoint with `launcher pull`",
                 )
         temporary = Path(tempfile.mkdtemp(dir=self._directory / "arriving"))
         for name, path in arriving.items():
@@ -91,8 +92,8 @@ class LoraStore:
 
 
 def frames(path: Path, digest: str) -> Iterable[bytes]:
-    """The pieces that `receive` takes."""
+    """Yield a file in the pieces that `receive` expects."""
     with path.open("rb") as file:
-        yield digest.encode()  # an empty file arrives too
+        yield digest.encode()  # creates the file even if it is empty
         while chunk := file.read(CHUNK):
             yield digest.encode() + chunk

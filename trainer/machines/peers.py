@@ -1,7 +1,7 @@
-"""This machine's part of a learner whose first process is on another one.
+"""This machine's processes of a learner whose first process runs on another machine.
 
-torchrun's agent and its processes leave when their world breaks, as after the death of any of
-them, and are started again here to join the next one.
+When any process of the learner dies, torchrun's agent and its processes exit everywhere. This
+module starts them again, so that they join the next world.
 """
 
 import asyncio
@@ -12,14 +12,14 @@ import sys
 from pathlib import Path
 
 from trainer.learner.process import MODULE, arguments
-from trainer.processes.worker import PARENT_VARIABLE, visible
+from trainer.processes.worker import PARENT_VARIABLE, gpu_environment
 
 logger = logging.getLogger(__name__)
-AGAIN_AFTER = 1.0  # seconds
+RESTART_DELAY = 1.0  # seconds
 
 
 class Peers:
-    """Keeps the processes joined until `stop`; `log` is where their output goes."""
+    """Keep this machine's learner processes running until `stop`; their output goes to `log`."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -30,15 +30,15 @@ class Peers:
     async def join(
         self, base_model: str, devices: str | None, *, number: int, nodes: int, master: str
     ) -> None:
-        """Be machine `number` of `nodes`; the same again changes nothing."""
+        """Join as machine `number` of `nodes`. Repeating the same call has no effect."""
         start = [sys.executable, "-m", MODULE]
         command = [*start, *arguments(base_model, nodes=nodes, number=number, master=master)]
-        environment = visible(devices)
+        environment = gpu_environment(devices)
         if (command, environment) == (self._command, self._environment):
             return
         await self.stop()
         self._command, self._environment = command, environment
-        self._task = asyncio.create_task(self._keep())
+        self._task = asyncio.create_task(self._keep_running())
 
     async def stop(self) -> None:
         self._command = []
@@ -46,7 +46,7 @@ class Peers:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _keep(self) -> None:
+    async def _keep_running(self) -> None:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         while True:
             with self._log.open("ab") as log:
@@ -62,12 +62,12 @@ class Peers:
                     },
                 )
             try:
-                logger.info("a learner process joins (pid %s)", process.pid)
+                logger.info("starting a learner process (pid %s)", process.pid)
                 code = await process.wait()
             except asyncio.CancelledError:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 await process.wait()
                 raise
-            logger.warning("the learner process left with code %s; see `%s`", code, self._log)
-            await asyncio.sleep(AGAIN_AFTER)
+            logger.warning("the learner process exited with code %s; see `%s`", code, self._log)
+            await asyncio.sleep(RESTART_DELAY)

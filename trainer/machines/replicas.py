@@ -1,8 +1,8 @@
-"""Several engines as one: this machine's own, and those that `trainer engine` brings from others.
+"""Several engines that act as one: this machine's own, and those of machines that join it.
 
-Every LoRA is on every replica before it is sampled from. A request goes to the replica with the
-least to do; when that one is lost it is begun again on another, and a replica that returns gets
-every LoRA that is served before it gets a request.
+Every replica loads a LoRA before any request samples from it. A request goes to the least busy
+replica; if that one is lost, the request starts again on another. A replica that comes back loads
+every served LoRA before it gets a request.
 """
 
 import asyncio
@@ -17,75 +17,75 @@ from typing import Any
 from websockets.asyncio.server import Server
 
 from trainer.config import ServerConfig
-from trainer.engines.choose import chosen, vllm_arguments
+from trainer.engines.choose import engine_kind, vllm_arguments
 from trainer.engines.engine import Delta, Engine, SampleRequest
 from trainer.errors import NotFound, TrainerError, WorkerDied
-from trainer.machines.link import Link, listen
+from trainer.machines.remote_engine import RemoteEngine, listen
 
 logger = logging.getLogger(__name__)
-ATTEMPTS = 4  # a request that ends so many engines would end every one
+ATTEMPTS = 4  # a request that crashes this many engines would crash them all
 
 
 @dataclass(eq=False)
 class Replica:
-    """One engine that samples, and what it has to do."""
+    """One engine and its load."""
 
-    engine: Engine | Link
+    engine: Engine | RemoteEngine
     name: str
     busy: int = 0
-    """Choices that it samples now."""
+    """Choices being sampled now."""
     turn: int = 0
-    """Counts up: of two that are equally busy, the one that waited longer is next."""
+    """Number of its last request: of equally busy replicas, the one that waited longest is next."""
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where other machines join, and what they are told to run."""
+class JoinSettings:
+    """The address where other machines join, and what they run."""
 
     host: str
     port: int
     key: str = field(repr=False)
-    about: Mapping[str, Any]
-    """What a machine needs to start the same engine, and its part of the learner."""
+    engine_settings: Mapping[str, Any]
+    """Parameters of `begin`: what a machine needs to start the same engine and its learner."""
     nodes: int = 1
-    """Machines that train together; so many less one get a number, the others only sample."""
+    """Machines that train together. `nodes - 1` of the joined ones get a number; others sample."""
 
 
 def with_other_machines(own: Engine, config: ServerConfig, base_model: str) -> Engine:
-    """Let other machines join `own` on the address in `config`; without one, return `own`."""
+    """Let other machines join `own` at the address in `config`; without one, return `own`."""
     if config.nodes_host is None:
         return own
-    assert config.api_key  # without one the server does not start
-    learner = {"master": config.learners_meet, "nodes": config.nodes}
-    about = {
+    assert config.api_key  # the server does not start without one
+    learner = {"master": config.learner_address, "nodes": config.nodes}
+    engine_settings = {
         "base_model": base_model,
-        "engine": chosen(config),
+        "engine": engine_kind(config),
         "engine_args": vllm_arguments(config),
         "rank": config.lora.rank,
         "learner": learner if config.nodes > 1 else None,
         "engine_cards": len(config.engine_devices.split(",")) if config.engine_devices else None,
     }
-    meeting = Meeting(
+    join_settings = JoinSettings(
         config.nodes_host,
         config.nodes_port,
         config.api_key.get_secret_value(),
-        about,
+        engine_settings,
         nodes=config.nodes,
     )
-    return Replicas(own, meeting)
+    return Replicas(own, join_settings)
 
 
 class Replicas:
-    """See `Engine` for what it does. `own` is the engine of this machine."""
+    """An `Engine` made of several. `own` is the engine of this machine."""
 
-    def __init__(self, own: Engine, meeting: Meeting) -> None:
+    def __init__(self, own: Engine, join_settings: JoinSettings) -> None:
         self.name = own.name
         self._own = Replica(own, "this machine")
         self._engine = own
-        self._meeting = meeting
+        self._join_settings = join_settings
         self._ready: list[Replica] = []
-        self._links: dict[Link, int | None] = {}
-        """Every machine that is connected, ready or not, with its number in the learner."""
+        self._connected: dict[RemoteEngine, int | None] = {}
+        """Every connected machine, ready or not, with its number in the learner."""
         self._arguments: dict[str, Any] = {}
         self._served: dict[str, Path] = {}
         self._turns = itertools.count(1)
@@ -99,21 +99,23 @@ class Replicas:
 
     @property
     def port(self) -> int:
-        """Where machines join, once started."""
+        """The port where machines join. Valid after `start`."""
         assert self._server
         return int(next(iter(self._server.sockets)).getsockname()[1])
 
     async def start(self) -> None:
-        meeting = self._meeting
+        join = self._join_settings
         if self._server is None:
-            # First of all: other machines start their engines while ours starts.
-            self._server = await listen(meeting.host, meeting.port, meeting.key, self._welcome)
+            # Listen first, so that other machines start their engines while ours starts.
+            self._server = await listen(join.host, join.port, join.key, self._admit)
         await self._engine.start()
         self._add(self._own)
 
     async def stop(self) -> None:
-        self._ready.clear()  # who leaves from here on is not lost
-        await asyncio.gather(*(link.goodbye() for link in self._links), return_exceptions=True)
+        self._ready.clear()  # from now on a machine that disconnects is not reported as lost
+        await asyncio.gather(
+            *(engine.release() for engine in self._connected), return_exceptions=True
+        )
         if self._server:
             self._server.close()
             await self._server.wait_closed()
@@ -128,15 +130,15 @@ class Replicas:
             *(
                 self._or_lost(replica, replica.engine.call("configure", engine_args=arguments))
                 for replica in list(self._ready)
-                if isinstance(replica.engine, Link)
+                if isinstance(replica.engine, RemoteEngine)
             )
         )
 
     async def make_room(self) -> bool:
-        if self._meeting.nodes > 1:
-            return False  # each learner would need it from the engine beside it
+        if self._join_settings.nodes > 1:
+            return False  # every machine's engine would have to make room for its learner
         if self._reviving:
-            await asyncio.wait([self._reviving])  # what it loads would wake the engine
+            await asyncio.wait([self._reviving])  # loading a LoRA would wake the engine
         return await self._engine.make_room()
 
     async def load(self, lora: str, path: Path) -> None:
@@ -186,25 +188,25 @@ class Replicas:
         for delta in held:
             yield delta
 
-    # Who samples
+    # Choosing and losing replicas
 
     async def _least_busy(self) -> Replica:
         await self._wait_for_one()
         return min(self._ready, key=lambda replica: (replica.busy, replica.turn))
 
     async def _wait_for_one(self) -> None:
-        """Until there is a replica; with none our own engine is started again, or says why not."""
+        """Wait for a replica. If there is none, restart our own engine or raise its error."""
         while not self._ready:
             await asyncio.shield(self._revive())
 
     def _add(self, replica: Replica) -> None:
         self._ready.append(replica)
-        logger.info("%s serves, one of %s replicas", replica.name, len(self._ready))
+        logger.info("%s is ready; replicas: %s", replica.name, len(self._ready))
 
     async def _or_lost(self, replica: Replica, work: Coroutine[Any, Any, Any]) -> None:
-        """Do `work` on a replica; on another machine any error, on ours a death, costs its place.
+        """Do `work` on a replica, and remove the replica if that fails.
 
-        What our own engine refuses, every other would refuse too, and the caller is told.
+        Errors of our own engine other than its death are raised: every replica would fail alike.
         """
         try:
             await work
@@ -219,18 +221,20 @@ class Replicas:
         if replica not in self._ready:
             return
         self._ready.remove(replica)
-        told = getattr(error, "message", str(error) or type(error).__name__)
-        logger.warning("%s is lost with %s choices under way: %s", replica.name, replica.busy, told)
-        if isinstance(replica.engine, Link):
-            self._do(replica.engine.close())
+        message = getattr(error, "message", str(error) or type(error).__name__)
+        logger.warning(
+            "%s is lost with %s choices under way: %s", replica.name, replica.busy, message
+        )
+        if isinstance(replica.engine, RemoteEngine):
+            self._start_task(replica.engine.close())
         else:
             self._revive()
 
     def _revive(self) -> asyncio.Task[None]:
-        """Start our own engine again, once at a time, with every LoRA that is served."""
+        """Restart our own engine with every served LoRA, unless that is already under way."""
         if self._reviving is None or self._reviving.done():
             self._reviving = asyncio.create_task(self._revive_own())
-            # Whoever waits for it gets its error; where nobody does, the next load tries again.
+            # Callers that wait for it get its error. If there is none, the next load tries again.
             self._reviving.add_done_callback(lambda task: task.cancelled() or task.exception())
         return self._reviving
 
@@ -240,52 +244,53 @@ class Replicas:
                 await self._engine.start()
             await self._catch_up(self._engine)
         except TrainerError as error:
-            logger.warning("the engine of this machine did not start again: %s", error.message)
+            logger.warning("cannot restart the engine of this machine: %s", error.message)
             raise
         if self._own not in self._ready:
             self._add(self._own)
 
-    async def _catch_up(self, engine: Engine | Link) -> None:
-        """Load every LoRA that is served; at its return there is none that `engine` lacks."""
-        held: set[str] = set()
-        while missing := [lora for lora in self._served if lora not in held]:
+    async def _catch_up(self, engine: Engine | RemoteEngine) -> None:
+        """Load every served LoRA, including those that are added while it runs."""
+        loaded: set[str] = set()
+        while missing := [lora for lora in self._served if lora not in loaded]:
             for lora in missing:
-                if path := self._served.get(lora):  # else it was unloaded meanwhile
+                if path := self._served.get(lora):  # else it was unloaded in the meantime
                     await engine.load(lora, path)
-                held.add(lora)
+                loaded.add(lora)
 
     # Other machines
 
-    async def _welcome(self, link: Link) -> None:
-        """Have a machine start its engine, bring it up to date, and let it serve."""
-        for other in [other for other in self._links if other.identity == link.identity]:
-            await other.close()  # the same machine, of whose end nobody has told us
-            await other.gone()
-        number = self._number()
-        self._links[link] = number
-        replica = Replica(link, f"the engine on `{link.name}`")
+    async def _admit(self, engine: RemoteEngine) -> None:
+        """Have a machine start its engine and load every LoRA, then send it requests."""
+        for other in [other for other in self._connected if other.identity == engine.identity]:
+            await other.close()  # a broken connection of the same machine
+            await other.wait_until_disconnected()
+        number = self._lowest_free_number()
+        self._connected[engine] = number
+        replica = Replica(engine, f"the engine on `{engine.name}`")
         try:
             arguments = dict(self._arguments)
             logger.info("%s is starting", replica.name)
-            await link.call("begin", **self._meeting.about, asked=arguments, number=number)
-            await self._catch_up(link)
-            await link.call("keep_only", loras=list(self._served))
-            await self._catch_up(link)  # what came meanwhile
+            settings = self._join_settings.engine_settings
+            await engine.call("begin", **settings, asked=arguments, number=number)
+            await self._catch_up(engine)
+            await engine.call("keep_only", loras=list(self._served))
+            await self._catch_up(engine)  # LoRAs that were added in the meantime
             if arguments == self._arguments:
                 self._add(replica)
-                await link.gone()
-                self._lose(replica, link.died())
+                await engine.wait_until_disconnected()
+                self._lose(replica, engine.died())
             else:
-                await link.close()  # it joins again, and begins with the newer ones
+                await engine.close()  # it joins again and starts with the newer arguments
         finally:
-            self._links.pop(link, None)
+            self._connected.pop(engine, None)
 
-    def _number(self) -> int | None:
-        """The lowest number in the learner that no machine has."""
-        free = set(range(1, self._meeting.nodes)) - set(self._links.values())
+    def _lowest_free_number(self) -> int | None:
+        """Return the lowest number in the learner that no machine has, if any is left."""
+        free = set(range(1, self._join_settings.nodes)) - set(self._connected.values())
         return min(free, default=None)
 
-    def _do(self, work: Coroutine[Any, Any, Any]) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

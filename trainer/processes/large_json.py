@@ -1,7 +1,8 @@
-"""JSON of large values in pieces: a train request holds every token of a step.
+"""Encode and parse large JSON values without blocking other threads for long.
 
-One call of the encoder or the parser keeps every other thread waiting for as long as it takes.
-With a call for each trajectory, made in a thread, the server goes on answering meanwhile.
+A train request holds every token of a step. One call of the encoder or the parser blocks all
+other threads until it returns. A separate call for each trajectory, made in a thread, lets the
+server keep answering.
 """
 
 import contextlib
@@ -11,40 +12,41 @@ from typing import Any
 
 from pydantic_core import from_json
 
-AT_ONCE = 16 << 20  # bytes, read in about a tenth of a second while others wait
+FAST_PARSE_LIMIT = 16 << 20  # bytes; parsing them blocks other threads for about 0.1 s
 _DEPTH = 6  # a call, its parameters, groups, a group, its trajectories, a trajectory
 
 
-def pieces(value: Any, *, depth: int = _DEPTH) -> Iterator[str]:
-    """The text of `json.dumps(value)`, an object at a time below the outermost levels."""
+def encode_in_pieces(value: Any, *, depth: int = _DEPTH) -> Iterator[str]:
+    """Yield the text of `json.dumps(value)`, split at the objects of the outer `depth` levels."""
     if depth and isinstance(value, dict):
         yield "{"
-        for place, key in enumerate(value):
-            yield f"{', ' if place else ''}{json.dumps(key)}: "
-            yield from pieces(value[key], depth=depth - 1)
+        for index, key in enumerate(value):
+            yield f"{', ' if index else ''}{json.dumps(key)}: "
+            yield from encode_in_pieces(value[key], depth=depth - 1)
         yield "}"
     elif depth and is_large(value):
         yield "["
-        for place, item in enumerate(value):
-            yield ", " if place else ""
-            yield from pieces(item, depth=depth - 1)
+        for index, item in enumerate(value):
+            yield ", " if index else ""
+            yield from encode_in_pieces(item, depth=depth - 1)
         yield "]"
     else:
         yield json.dumps(value)
 
 
 def is_large(value: Any) -> bool:
-    """Whether a value may be worth pieces: a list of objects, rather than of numbers."""
+    """Return whether a value may be large enough to encode in pieces: a list of objects."""
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def parse(text: bytes) -> Any:
-    """`json.loads` for a thread.
+    """Parse JSON as `json.loads` does. Call it in a thread.
 
-    A parser in less than half the time reads what is at most `AT_ONCE`; of more, a call into
-    Python for every object gives others a turn.
+    Texts up to `FAST_PARSE_LIMIT` bytes use pydantic's parser, which takes less than half the
+    time but blocks other threads. Longer texts use `json.loads` with a Python hook for every
+    object, which gives other threads a turn.
     """
-    if len(text) <= AT_ONCE:
-        with contextlib.suppress(ValueError):  # it refuses half a surrogate, and deep nesting
+    if len(text) <= FAST_PARSE_LIMIT:
+        with contextlib.suppress(ValueError):  # it rejects lone surrogates and deep nesting
             return from_json(text, cache_strings="keys")
-    return json.loads(text, object_hook=lambda found: found)
+    return json.loads(text, object_hook=lambda parsed: parsed)

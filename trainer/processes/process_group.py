@@ -1,9 +1,9 @@
-"""Runs a program of several processes so that none of them outlives the server.
+"""Run a program of several processes, and make sure that none of them outlives the server.
 
-`python -m trainer.processes.process_group PROGRAM ARGUMENT...` stands between `trainer serve` and
-`vllm serve`: vLLM's engine processes survive the death of its API process, and would go on holding
-the card's memory. This process leads their group, and ends all of it when the program ends, when
-it is asked to, or when the server is gone.
+`python -m trainer.processes.process_group PROGRAM ARGUMENT...` runs between `trainer serve` and
+`vllm serve`. vLLM's engine processes survive the death of its API process and would keep holding
+the card's memory. This process leads their process group and kills the whole group when the
+program ends, when it receives SIGTERM, or when the server dies.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ GRACE = 8.0  # seconds the program has to clean up
 
 
 def main() -> None:
-    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGTERM, _exit_once)
     die_with_parent(signal.SIGTERM)
     child = subprocess.Popen(sys.argv[1:])
     try:
         code = child.wait()
-        # Said here, since the end of the group below ends this process too.
+        # Log it now: killing the group below also kills this process.
         sys.stderr.write(f"process group: the program ended with code {code}\n")
     finally:
         sys.stderr.flush()
@@ -35,18 +35,18 @@ def main() -> None:
 
 
 def members(group: int) -> list[int]:
-    """The processes of a group that have not ended."""
-    found = []
+    """Return the pids of a group's processes that are still running."""
+    pids = []
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ends meanwhile
+        with contextlib.suppress(OSError):  # the process ended in the meantime
             state, _, its_group, *_ = path.read_text().rpartition(")")[2].split()
             if int(its_group) == group and state != "Z":
-                found.append(int(path.parent.name))
-    return found
+                pids.append(int(path.parent.name))
+    return pids
 
 
-def _leave(*_: object) -> None:
-    """Break out of `wait`. Once: the parent's death may be told more than once."""
+def _exit_once(*_: object) -> None:
+    """Break out of `wait`. Ignore further signals: the parent's death may send several."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit()
 

@@ -1,83 +1,141 @@
-"""Calls over one connection, to a worker process or to another machine.
+"""A small RPC protocol: JSON messages over one connection, to a worker or to another machine.
 
-A call is `{"id", "method", "params"}`; its answers are any number of `{"id", "row"}`, then one
-`{"id", "done"}` or `{"id", "error"}`.
+A call is `{"id", "method", "params"}`. Its replies are any number of `{"id", "row"}` messages,
+then one `{"id", "done"}` or `{"id", "error"}`. `RpcClient` makes calls over any connection;
+`RpcServer` answers them over a socket, one JSON object a line.
 """
 
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+import logging
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from kit.errors import KitError
 from kit.types import Json
 from trainer import errors
 from trainer.errors import TrainerError
-from trainer.processes.large_json import is_large, pieces
+from trainer.processes.large_json import encode_in_pieces, is_large
+
+logger = logging.getLogger(__name__)
+CHUNK = 1 << 20  # bytes
 
 
-class Calls:
-    """The calls under way; `write` sends a message, `died` is the error of a connection's end."""
+class RpcClient:
+    """Make calls and match each reply to its call.
 
-    def __init__(self, write: Callable[[str], None], died: Callable[[], TrainerError]) -> None:
+    `write` sends one message. `connection_error` returns the error for calls that are still
+    waiting when the connection ends.
+    """
+
+    def __init__(
+        self, write: Callable[[str], None], connection_error: Callable[[], TrainerError]
+    ) -> None:
         self._write = write
-        self._died = died
-        self._answers: dict[int, asyncio.Queue[Json]] = {}
+        self._connection_error = connection_error
+        self._replies: dict[int, asyncio.Queue[Json]] = {}
         self._next_id = 0
 
     async def call(self, method: str, **params: Any) -> Any:
         """Call `method` and return its result."""
-        call, answers = self._send(method, json.dumps(params))
+        call, replies = self._send(method, json.dumps(params))
         try:
             while True:
-                answer = await answers.get()
-                if "row" not in answer:
-                    return self._result(answer)
+                reply = await replies.get()
+                if "row" not in reply:
+                    return self._result(reply)
         finally:
-            del self._answers[call]
+            del self._replies[call]
 
     async def stream(self, method: str, **params: Any) -> AsyncIterator[Json]:
-        """Call `method` and yield its rows; one that is left early is cancelled."""
-        if any(map(is_large, params.values())):  # a step's groups: others are answered meanwhile
-            text = await asyncio.to_thread(lambda: "".join(pieces(params)))
+        """Call `method` and yield its rows. Closing the iterator early cancels the call."""
+        if any(map(is_large, params.values())):  # a step's groups: do not block other requests
+            text = await asyncio.to_thread(lambda: "".join(encode_in_pieces(params)))
         else:
             text = json.dumps(params)
-        call, answers = self._send(method, text)
-        answer: Json = {"row": {}}
+        call, replies = self._send(method, text)
+        reply: Json = {"row": {}}
         try:
-            while "row" in (answer := await answers.get()):
-                yield answer["row"]
-            self._result(answer)
+            while "row" in (reply := await replies.get()):
+                yield reply["row"]
+            self._result(reply)
         finally:
-            del self._answers[call]
-            if "row" in answer:
-                with contextlib.suppress(TrainerError):  # who is gone has nothing to cancel
+            del self._replies[call]
+            if "row" in reply:
+                with contextlib.suppress(TrainerError):  # the other end may be gone
                     self._write(_message(call, "cancel", "{}"))
 
-    def take(self, answer: Json) -> None:
-        """Give an answer that has come to the call that waits for it, if one still does."""
-        if queue := self._answers.get(answer["id"]):
-            queue.put_nowait(answer)
+    def receive(self, reply: Json) -> None:
+        """Pass a reply to the call that waits for it, if it still does."""
+        if queue := self._replies.get(reply["id"]):
+            queue.put_nowait(reply)
 
-    def end(self) -> None:
-        """No answer comes any more: every call under way fails."""
-        for queue in self._answers.values():
+    def fail_all(self) -> None:
+        """Fail every waiting call, because the connection has ended."""
+        for queue in self._replies.values():
             queue.put_nowait({"error": None})
 
     def _send(self, method: str, params: str) -> tuple[int, asyncio.Queue[Json]]:
         self._next_id += 1
-        call, answers = self._next_id, asyncio.Queue[Json]()
+        call, replies = self._next_id, asyncio.Queue[Json]()
         self._write(_message(call, method, params))
-        self._answers[call] = answers
-        return call, answers
+        self._replies[call] = replies
+        return call, replies
 
-    def _result(self, answer: Json) -> Any:
-        if "error" not in answer:
-            return answer["done"]
-        if answer["error"] is None:
-            raise self._died()
-        raise read_error(answer["error"])
+    def _result(self, reply: Json) -> Any:
+        if "error" not in reply:
+            return reply["done"]
+        if reply["error"] is None:
+            raise self._connection_error()
+        raise read_error(reply["error"])
+
+
+class RpcServer:
+    """Receive calls over a blocking socket, and send replies to them by their id."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._buffer = bytearray()
+        self.open = True
+
+    def poll(self, *, wait: bool) -> Iterator[tuple[int, str, Json]]:
+        """Yield id, method and parameters of the calls received; `wait` for at least one."""
+        self._socket.setblocking(wait)
+        try:
+            while self.open and b"\n" not in self._buffer[-CHUNK:]:
+                self._receive()
+            self._socket.setblocking(False)
+            while self.open:
+                self._receive()
+        except BlockingIOError:
+            pass
+        *lines, self._buffer = self._buffer.split(b"\n")
+        for line in lines:
+            call = json.loads(line)
+            yield call["id"], call["method"], call["params"]
+
+    def _receive(self) -> None:
+        chunk = self._socket.recv(CHUNK)
+        self._buffer += chunk
+        self.open = bool(chunk)
+
+    def send_row(self, call: int, row: Json) -> None:
+        self._write({"id": call, "row": row})
+
+    def send_result(self, call: int, result: Any = None) -> None:
+        self._write({"id": call, "done": result})
+
+    def send_error(self, call: int, error: Exception) -> None:
+        """Send an error; one that is not a `KitError` is also logged with its traceback."""
+        if not isinstance(error, KitError):
+            logger.exception("call %s failed", call)
+        self._write({"id": call, "error": write_error(error)})
+
+    def _write(self, message: Json) -> None:
+        self._socket.setblocking(True)
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _message(call: int, method: str, params: str) -> str:
@@ -85,15 +143,15 @@ def _message(call: int, method: str, params: str) -> str:
 
 
 def write_error(error: Exception) -> Json:
-    """An error as it travels; one that is not ours becomes a TrainerError."""
+    """Return an error as JSON; one that is not a `KitError` becomes a `TrainerError`."""
     if not isinstance(error, KitError):
         error = TrainerError(f"{type(error).__name__}: {error}")
     return {"type": type(error).__name__, "message": error.message, "hint": error.hint}
 
 
-def read_error(told: Json) -> TrainerError:
-    """The error that `write_error` wrote."""
-    kind = getattr(errors, str(told["type"]), TrainerError)
+def read_error(fields: Json) -> TrainerError:
+    """Return the error that `write_error` wrote."""
+    kind = getattr(errors, str(fields["type"]), TrainerError)
     if not (isinstance(kind, type) and issubclass(kind, TrainerError)):
         kind = TrainerError
-    return kind(str(told["message"]), hint=str(told["hint"]))
+    return kind(str(fields["message"]), hint=str(fields["hint"]))

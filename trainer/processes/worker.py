@@ -1,7 +1,7 @@
-"""How the server talks to its worker processes: JSON lines over a socket, their standard input.
+"""Worker processes: the server's handle on one, and the worker's own main loop.
 
-The worker's stdout and stderr go to its log file, so that nothing a library prints can be taken
-for an answer.
+The two ends exchange JSON lines (`rpc`) over a socket, which is the worker's standard input. The
+worker's stdout and stderr go to its log file, so output from a library is never read as a reply.
 """
 
 import asyncio
@@ -17,20 +17,18 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kit.errors import KitError
 from kit.types import Json
 from trainer.errors import OutOfMemory, TrainerError, WorkerDied
-from trainer.processes.rpc import Calls, write_error
+from trainer.processes.rpc import RpcClient, RpcServer
 
 logger = logging.getLogger(__name__)
-PARENT_VARIABLE = "ART_PARENT_PID"  # who started a process, which may be gone before it asks
-CHUNK = 1 << 20
-OUT_OF_MEMORY = 77  # exit code of a process that the GPU has no room for
+PARENT_VARIABLE = "ART_PARENT_PID"  # the pid of the parent, which may die before the child checks
+OUT_OF_MEMORY = 77  # exit code of a process that does not fit on the GPU
 LIMIT = 1 << 30  # bytes in one line: a train request holds every trajectory of a step
 
 
 class Worker:
-    """A child process and the calls to it. Starting it is `start`; a dead one raises WorkerDied."""
+    """The server's handle on a worker process. Calls to a dead worker raise `WorkerDied`."""
 
     def __init__(
         self,
@@ -47,7 +45,7 @@ class Worker:
         self._command = [sys.executable, "-m", module, *arguments]
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._calls = Calls(self._write, self._died)
+        self._rpc = RpcClient(self._write, self._died)
         self._tasks: list[asyncio.Task[None]] = []
         self._reviving = asyncio.Lock()
 
@@ -60,13 +58,13 @@ class Worker:
         return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
-        """Start the process and wait until it says it is ready."""
+        """Start the process and wait until it is ready."""
         ours, theirs = socket.socketpair()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with theirs, self.log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,
-                stdin=theirs.fileno(),  # all that torchrun, if it is between us, hands on
+                stdin=theirs.fileno(),  # the only file that torchrun passes on to its children
                 stdout=log,
                 stderr=log,
                 env={**os.environ, **self._environment, PARENT_VARIABLE: str(os.getpid())},
@@ -77,7 +75,7 @@ class Worker:
         await self.call("ready")
 
     async def revive(self) -> bool:
-        """Start the process again if it has died; tells whether it had."""
+        """Start the process again if it has died, and return whether it had."""
         async with self._reviving:
             if self.running:
                 return False
@@ -89,14 +87,14 @@ class Worker:
 
     async def call(self, method: str, **params: Any) -> Any:
         """Call `method` and return its result."""
-        return await self._calls.call(method, **params)
+        return await self._rpc.call(method, **params)
 
     def stream(self, method: str, **params: Any) -> AsyncIterator[Json]:
-        """Call `method` and yield its rows; one that is left early is cancelled."""
-        return self._calls.stream(method, **params)
+        """Call `method` and yield its rows. Closing the iterator early cancels the call."""
+        return self._rpc.stream(method, **params)
 
     async def stop(self) -> None:
-        """End the process: politely first, then not."""
+        """End the process with SIGTERM, and with SIGKILL after 10 seconds."""
         if self._writer:
             self._writer.close()
         if self._process and self._process.returncode is None:
@@ -116,14 +114,14 @@ class Worker:
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         try:
-            # A worker that ended with calls unread resets the connection.
+            # A worker that ends with calls unread resets the connection.
             with contextlib.suppress(ConnectionResetError):
                 while line := await reader.readline():
-                    self._calls.take(json.loads(line))
+                    self._rpc.receive(json.loads(line))
         finally:
             if self._process:
                 await self._process.wait()
-            self._calls.end()
+            self._rpc.fail_all()
 
     def _died(self) -> TrainerError:
         code = self._process.returncode if self._process else None
@@ -139,75 +137,27 @@ class Worker:
 
 
 def last_line(log: Path) -> str:
-    """The last thing a process said: for a traceback, its cause."""
+    """Return the last line that a process logged; for a traceback, that is its cause."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "it said nothing"
+    return lines[-1].strip() if lines else "its log is empty"
 
 
-class Channel:
-    """The worker's end. `poll` gives the calls that have come; the answers go out by id."""
-
-    def __init__(self) -> None:
-        # A worker that outlives a killed server could write a checkpoint its successor writes too.
-        die_with_parent(signal.SIGKILL)
-        self._socket = socket.socket(fileno=take_stdin())
-        self._buffer = bytearray()
-        self.open = True
-
-    def poll(self, *, wait: bool) -> Iterator[tuple[int, str, Json]]:
-        """Yield the calls that have arrived; with `wait`, block until there is one."""
-        self._socket.setblocking(wait)
-        try:
-            while self.open and b"\n" not in self._buffer[-CHUNK:]:
-                self._receive()
-            self._socket.setblocking(False)
-            while self.open:
-                self._receive()
-        except BlockingIOError:
-            pass
-        *lines, self._buffer = self._buffer.split(b"\n")
-        for line in lines:
-            call = json.loads(line)
-            yield call["id"], call["method"], call["params"]
-
-    def _receive(self) -> None:
-        chunk = self._socket.recv(CHUNK)
-        self._buffer += chunk
-        self.open = bool(chunk)
-
-    def row(self, call: int, row: Json) -> None:
-        self._write({"id": call, "row": row})
-
-    def done(self, call: int, result: Any = None) -> None:
-        self._write({"id": call, "done": result})
-
-    def error(self, call: int, error: Exception) -> None:
-        """Send `error`; what is not ours is logged whole and sent as a TrainerError."""
-        if not isinstance(error, KitError):
-            logger.exception("call %s failed", call)
-        self._write({"id": call, "error": write_error(error)})
-
-    def _write(self, message: Json) -> None:
-        self._socket.setblocking(True)
-        self._socket.sendall(json.dumps(message).encode() + b"\n")
-
-
-def visible(devices: str | None) -> dict[str, str]:
-    """The environment in which only these GPUs are seen; None sees all."""
+def gpu_environment(devices: str | None) -> dict[str, str]:
+    """Return the variables that show a process only these GPUs; None shows all of them."""
     return {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
 
 
-def die_with_parent(how: signal.Signals) -> None:
-    """Have this process get the signal `how` when the one that started it is gone."""
+def die_with_parent(signal_number: signal.Signals) -> None:
+    """Have this process receive the signal when its parent dies."""
     if sys.platform == "linux":
         set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, how)
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal_number)
     if os.environ.get(PARENT_VARIABLE, str(os.getppid())) != str(os.getppid()):
-        os.kill(os.getpid(), how)  # it was gone before we came to ask
+        os.kill(os.getpid(), signal_number)  # the parent died before the call above
 
 
 def take_stdin() -> int:
-    """What this process was given as its standard input, which is empty from now on."""
+    """Return a descriptor of this process's standard input, and leave an empty one in its place."""
     taken = os.dup(0)
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)
@@ -215,21 +165,31 @@ def take_stdin() -> int:
     return taken
 
 
+def connect_to_parent() -> RpcServer:
+    """Return the worker's end of the connection, and tie its life to the server's."""
+    # A worker that outlived a killed server could write the same checkpoint as its successor.
+    die_with_parent(signal.SIGKILL)
+    return RpcServer(socket.socket(fileno=take_stdin()))
+
+
 def serve(handlers: dict[str, Callable[..., Any]]) -> None:
-    """Answer calls one at a time until the server goes. A handler that yields streams its rows."""
+    """Answer calls one at a time until the server disconnects.
+
+    The rows of a handler that returns an iterator are streamed.
+    """
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    channel = Channel()
+    rpc = connect_to_parent()
     handlers = {"ready": lambda: None, **handlers}
-    while channel.open:
-        for call, method, params in channel.poll(wait=True):
-            if method == "cancel":  # what runs here runs to its end
+    while rpc.open:
+        for call, method, params in rpc.poll(wait=True):
+            if method == "cancel":  # calls run one after the other: it has finished already
                 continue
             try:
                 result = handlers[method](**params)
                 if isinstance(result, Iterator):
                     for row in result:
-                        channel.row(call, row)
+                        rpc.send_row(call, row)
                     result = None
-                channel.done(call, result)
+                rpc.send_result(call, result)
             except Exception as error:  # a bad request must not end the worker
-                channel.error(call, error)
+                rpc.send_error(call, error)

@@ -59,7 +59,7 @@ def create_app(config: ServerConfig, backend: Backend) -> FastAPI:
         message = f"{request.method} `{request.url.path}`: {error.detail}"
         return guard.error(error.status_code, message, "")
 
-    key = config.api_key.get_secret_value() if config.asks_for_key and config.api_key else None
+    key = config.api_key.get_secret_value() if config.requires_key and config.api_key else None
     app.add_middleware(guard.Guard, key=key)
     app.include_router(art.routes(backend))
     app.include_router(preview.routes(backend))
@@ -84,7 +84,7 @@ def serve(config: ServerConfig, *, wrap_engine: WrapEngine | None = None) -> Non
     # A step's groups are millions of objects and hold no cycles. By default the collector looks
     # through all of them again and again while they are parsed, and nothing is answered meanwhile.
     gc.set_threshold(50_000, 100, 100)
-    if config.asks_for_key and config.api_key is None:
+    if config.requires_key and config.api_key is None:
         raise ConfigError(
             f"Refusing to listen on `{config.host}` without a key",
             hint="Set `ART_API_KEY`, or stay on `127.0.0.1` and use `launcher tunnel`",

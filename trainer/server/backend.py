@@ -13,7 +13,7 @@ from kit.types import Json
 from trainer.base_model.resolve import resolve
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.config import ServerConfig
-from trainer.engines.choose import chosen, create_engine, placed
+from trainer.engines.choose import create_engine, engine_kind, with_gpus_assigned
 from trainer.engines.engine import Delta, Engine, SampleRequest
 from trainer.errors import BadRequest, TrainerError, WorkerDied
 from trainer.learner.process import LearnerProcess
@@ -109,7 +109,7 @@ class Backend:
         """Remember a model; those that cannot be trained need nothing from us."""
         if not wire.trainable:
             return None
-        check_internal_config(wire, chosen(self.config))
+        check_internal_config(wire, engine_kind(self.config))
         self.models.check_base(wire.base_model)
         async with self._registering:  # in a thread, since it hashes the checkpoints on disk
             lora = lora_config(wire, self.config.lora)
@@ -174,7 +174,7 @@ class Backend:
                         await self._engine.configure(engine_args)
                 return
             directory = await asyncio.to_thread(resolve, base_model)
-            config = placed(self.config, directory, engine_args or {})
+            config = with_gpus_assigned(self.config, directory, engine_args or {})
             own = create_engine(config, directory, self._logs)
             engine = with_other_machines(own, config, base_model)
             await engine.configure(engine_args or {})

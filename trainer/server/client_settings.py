@@ -214,7 +214,7 @@ def inference_key(config: Json | None, server: ServerConfig, openai_port: int) -
             f"The inference server is configured at its start, not by {names}",
             hint="Put `engine_args` into the model's internal config; remove the others",
         )
-    required = server.api_key.get_secret_value() if server.asks_for_key and server.api_key else None
+    required = server.api_key.get_secret_value() if server.requires_key and server.api_key else None
     if required and key not in (None, required):
         raise BadRequest(
             "`server_args.api_key` is not this server's key", hint="It is set by `ART_API_KEY`"

@@ -15,7 +15,7 @@ from pathlib import Path
 from kit.state_dir import MODEL_GLOB
 from kit.types import Json
 from trainer.errors import DiskFull
-from trainer.processes.large_json import parse, pieces
+from trainer.processes.large_json import encode_in_pieces, parse
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Journal:
             self._request.parent.mkdir(parents=True, exist_ok=True)
             self._rows.unlink(missing_ok=True)
             with temporary.open("w", encoding="utf-8") as file:
-                file.writelines(pieces(vars(request)))
+                file.writelines(encode_in_pieces(vars(request)))
                 file.flush()
                 os.fsync(file.fileno())
             self._step, self._synced = request.step, False

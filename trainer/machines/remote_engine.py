@@ -1,7 +1,7 @@
-"""The head's end of the connections that `trainer engine` on other machines opens to it.
+"""The head's end of the connections that `trainer engine` opens from other machines.
 
-A WebSocket carries calls (`processes.rpc`) as JSON, and files in pieces as binary messages. Every
-connection must bring the key, on loopback too: who is let in gets the prompts.
+A WebSocket carries calls (`processes.rpc`) as JSON messages and files as binary ones. Every
+connection must present the key, even on loopback, because the head sends prompts over it.
 """
 
 import asyncio
@@ -21,62 +21,62 @@ from websockets.http11 import Request, Response
 from trainer.engines.engine import Delta, SampleRequest
 from trainer.errors import TrainerError, WorkerDied
 from trainer.machines.lora_files import frames, hashes_of
-from trainer.processes.rpc import Calls
+from trainer.processes.rpc import RpcClient
 
 logger = logging.getLogger(__name__)
-MAX_BYTES = 64 << 20  # of one message; the longest is a prompt, or the tokens of an answer
-LOAD_WITHIN = 600.0  # seconds; a training step waits for every engine to hold its LoRA
+MAX_BYTES = 64 << 20  # in one message; the longest holds a prompt, or the tokens of a reply
+LOAD_WITHIN = 600.0  # seconds; a training step waits until every engine holds its LoRA
 
 
-class Link:
-    """An engine on another machine. `follow` reads its answers for as long as it is there."""
+class RemoteEngine:
+    """An engine on another machine. `read_replies` runs as long as it is connected."""
 
     def __init__(self, connection: ServerConnection) -> None:
         assert connection.request
         headers = connection.request.headers
         self.name = headers.get("X-Art-Node", "")[:64] or "unnamed"
         self.identity = headers.get("X-Art-Identity") or object()
-        """The same when the same machine comes again."""
-        self._gone = asyncio.Event()
+        """Stays the same when the same machine connects again."""
+        self._disconnected = asyncio.Event()
         self._connection = connection
-        self._calls = Calls(self._write, self.died)
+        self._rpc = RpcClient(self._write, self.died)
         self._messages: asyncio.Queue[str] = asyncio.Queue()
         self._loading = asyncio.Lock()
         self._held: set[str] = set()
 
-    async def follow(self) -> None:
+    async def read_replies(self) -> None:
+        """Pass replies to the calls that wait for them, until the machine disconnects."""
         sending = asyncio.create_task(self._send())
         try:
             with contextlib.suppress(ConnectionClosed):
                 async for message in self._connection:
-                    self._calls.take(json.loads(message))
-        except Exception as error:  # what another machine sends must not end the server
-            logger.warning("the engine on `%s` is not understood: %s", self.name, error)
+                    self._rpc.receive(json.loads(message))
+        except Exception as error:  # a bad message must not end the server
+            logger.warning("the engine on `%s` sent an invalid message: %s", self.name, error)
         finally:
-            self._gone.set()
+            self._disconnected.set()
             sending.cancel()
-            self._calls.end()
+            self._rpc.fail_all()
             await self._connection.close()
 
-    async def gone(self) -> None:
-        """Until the machine has left."""
-        await self._gone.wait()
+    async def wait_until_disconnected(self) -> None:
+        await self._disconnected.wait()
 
     async def close(self) -> None:
         await self._connection.close()
 
     async def call(self, method: str, **params: Any) -> Any:
-        return await self._calls.call(method, **params)
+        return await self._rpc.call(method, **params)
 
-    async def goodbye(self) -> None:
-        """Tell the machine that nothing is to be done any more."""
+    async def release(self) -> None:
+        """Tell the machine that the head is done, so that it exits."""
         with contextlib.suppress(ConnectionClosed):
             await self._connection.send(json.dumps({"id": 0, "method": "goodbye", "params": {}}))
         await self.close()
 
     async def load(self, lora: str, path: Path) -> None:
-        """Have the engine hold a LoRA, sending the files it lacks; they are hashed there."""
-        if lora in self._held:  # asked with every request, also while another LoRA travels
+        """Load a LoRA, after sending the files that the machine lacks. It checks their hashes."""
+        if lora in self._held:  # do not wait for the lock while another LoRA is being sent
             return
         async with self._loading, asyncio.timeout(LOAD_WITHIN):
             if lora in self._held:
@@ -99,17 +99,17 @@ class Link:
 
     async def sample(self, request: SampleRequest) -> AsyncIterator[Delta]:
         async with contextlib.aclosing(
-            self._calls.stream("sample", **vars(request))  # type: ignore[type-var]
+            self._rpc.stream("sample", **vars(request))  # type: ignore[type-var]
         ) as rows:
             async for row in rows:
                 try:
                     delta = Delta(**row)
                 except TypeError:
-                    raise self.died() from None  # it speaks another language
+                    raise self.died() from None  # it runs another version
                 yield delta
 
     def _write(self, message: str) -> None:
-        if self._gone.is_set():
+        if self._disconnected.is_set():
             raise self.died()
         self._messages.put_nowait(message)
 
@@ -121,14 +121,14 @@ class Link:
     def died(self) -> WorkerDied:
         return WorkerDied(
             f"The engine on `{self.name}` was lost",
-            hint="It joins again by itself; see the output of `trainer engine` there",
+            hint="It reconnects automatically; see the output of `trainer engine` there",
         )
 
 
 async def listen(
-    host: str, port: int, key: str, welcome: Callable[[Link], Awaitable[None]]
+    host: str, port: int, key: str, on_join: Callable[[RemoteEngine], Awaitable[None]]
 ) -> Server:
-    """Take connections that bring `key`; each is given to `welcome` and followed meanwhile."""
+    """Accept connections that present `key`, and call `on_join` with each one."""
     expected = f"Bearer {key}".encode()
 
     def check(connection: ServerConnection, request: Request) -> Response | None:
@@ -140,17 +140,17 @@ async def listen(
         return None
 
     async def handle(connection: ServerConnection) -> None:
-        link = Link(connection)
-        following = asyncio.create_task(link.follow())
+        engine = RemoteEngine(connection)
+        reading = asyncio.create_task(engine.read_replies())
         try:
-            await welcome(link)
-            await following
+            await on_join(engine)
+            await reading
         except Exception as error:
-            told = getattr(error, "message", None) or f"{type(error).__name__} {error}"
-            logger.warning("the engine on `%s` cannot join: %s", link.name, told)
+            message = getattr(error, "message", None) or f"{type(error).__name__} {error}"
+            logger.warning("the engine on `%s` cannot join: %s", engine.name, message)
         finally:
-            await link.close()
-            await asyncio.gather(following, return_exceptions=True)
+            await engine.close()
+            await asyncio.gather(reading, return_exceptions=True)
 
     try:
         return await serve(
@@ -158,6 +158,6 @@ async def listen(
         )
     except OSError as error:
         raise TrainerError(
-            f"Cannot take engines on `{host}:{port}`: {error.strerror or error}",
+            f"Cannot listen for engines on `{host}:{port}`: {error.strerror or error}",
             hint="Choose another `--nodes-host` or `--nodes-port`",
         ) from error
