@@ -1,8 +1,13 @@
-"""What every test gets: an empty home, no credentials, and no silent skip in CI."""
+"""Every test gets an empty home and no credentials; in CI none is skipped silently.
+
+Two pytest workers share the machine (`scripts/test`). Each takes whole groups of tests: a file by
+default, so that its fixtures are built once, or the files that compete for one thing.
+"""
 
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,15 +19,59 @@ _CREDENTIALS = (
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Groups that take minutes start first, so that neither worker is left with a long one at the end.
+# Tests outside these files form a group per file, in the order of collection.
+_LONG_GROUPS = {
+    "slurm": ("e2e/test_slurm.py", "e2e/test_slurm_nodes.py"),  # one Slurm cluster on a machine
+    "smollm2": ("e2e/test_local.py", "e2e/test_notebook.py"),  # both cores busy: not twice at once
+    "nat": ("contract/test_nat.py",),
+    "kill": ("faults/test_kill.py",),
+}
+_VLLM = "vllm"  # one vLLM server, and one environment to build
+
+
+def _group(item: pytest.Item) -> str:
+    file = item.nodeid.partition("::")[0].removeprefix("tests/")
+    for name, files in _LONG_GROUPS.items():
+        if file in files:
+            return name
+    return (
+        _VLLM if file.startswith("contract/") and "vllm" in item.nodeid.partition("[")[2] else file
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Sort the tests into groups, each of which one worker runs."""
+    order = [*_LONG_GROUPS, _VLLM]
+    groups = {item: _group(item) for item in items}
+    items.sort(key=lambda item: order.index(groups[item]) if groups[item] in order else len(order))
+    for item, name in groups.items():
+        item.add_marker(pytest.mark.xdist_group(name))
+
+
+def shared_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The session's temporary directory; workers of one session share it."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture(scope="session")
+def art_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One cache of built-in models for the whole session: no test is about building them."""
+    return str(shared_directory(tmp_path_factory) / "art-cache")
+
+
 @pytest.fixture(autouse=True)
-def _isolated(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+def _isolated(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, art_cache: str
+) -> None:
     """No test reads your keys or writes into your home."""
     for name in os.environ:
         if name.startswith(_CREDENTIALS):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
-    # One cache of built-in models for the whole session: making them is not what is tested.
-    monkeypatch.setenv("ART_CACHE", str(tmp_path_factory.getbasetemp() / "art-cache"))
+    monkeypatch.setenv("ART_CACHE", art_cache)
 
 
 @pytest.hookimpl(wrapper=True)

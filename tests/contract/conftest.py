@@ -9,10 +9,9 @@ from tests.serving import Serving, vllm_python
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    cache = str(tmp_path_factory.getbasetemp() / "art-cache")
+def server(tmp_path_factory: pytest.TempPathFactory, art_cache: str) -> Iterator[Serving]:
     directory = tmp_path_factory.mktemp("server")
-    with Serving(directory, "tiny-random", ART_CACHE=cache) as serving:
+    with Serving(directory, "tiny-random", ART_CACHE=art_cache) as serving:
         yield serving
 
 
@@ -26,11 +25,10 @@ def rsync() -> None:
 
 
 @pytest.fixture(scope="session")
-def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def vllm_server(tmp_path_factory: pytest.TempPathFactory, art_cache: str) -> Iterator[Serving]:
     """The same with vLLM, on a CPU and from its own environment."""
-    cache = str(tmp_path_factory.getbasetemp() / "art-cache")
     directory = tmp_path_factory.mktemp("vllm-server")
     arguments = ("--engine", "vllm")
-    variables = {"ART_CACHE": cache, "ART_VLLM": vllm_python()}
+    variables = {"ART_CACHE": art_cache, "ART_VLLM": vllm_python()}
     with Serving(directory, "tiny-random", *arguments, **variables) as serving:
         yield serving

@@ -18,13 +18,12 @@ SCRIPT = [
 
 
 @pytest.fixture(scope="module")
-def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def scripted(tmp_path_factory: pytest.TempPathFactory, art_cache: str) -> Iterator[Serving]:
     directory = tmp_path_factory.mktemp("scripted")
     script = directory / "script.json"
     script.write_text(json.dumps(SCRIPT))
-    cache = str(tmp_path_factory.getbasetemp() / "art-cache")
     program = ("trainer.testing", str(script))
-    with Serving(directory, "tiny-random", program=program, ART_CACHE=cache) as serving:
+    with Serving(directory, "tiny-random", program=program, ART_CACHE=art_cache) as serving:
         yield serving
 
 

@@ -30,10 +30,12 @@ PROMPTS = [PROMPT, [257, *b"user\nWhat is the capital of France?"], [*range(40, 
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dict[str, Engine]]:
+async def engines(
+    tmp_path_factory: pytest.TempPathFactory, art_cache: str
+) -> AsyncIterator[dict[str, Engine]]:
     directory = tmp_path_factory.mktemp("engines")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ART_CACHE", str(tmp_path_factory.getbasetemp() / "art-cache"))
+        patch.setenv("ART_CACHE", art_cache)
         patch.setenv("OMP_NUM_THREADS", "1")
         model = resolve("tiny-random")
         embedded = EmbeddedEngine(model, log=directory / "embedded.log")
@@ -53,11 +55,13 @@ async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[dic
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def replicas(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Replicas]:
+async def replicas(
+    tmp_path_factory: pytest.TempPathFactory, art_cache: str
+) -> AsyncIterator[Replicas]:
     """Two embedded engines as one, the second in a `trainer engine`."""
     directory = tmp_path_factory.mktemp("replicas")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ART_CACHE", str(tmp_path_factory.getbasetemp() / "art-cache"))
+        patch.setenv("ART_CACHE", art_cache)
         patch.setenv("OMP_NUM_THREADS", "1")
         async with head(directory) as replicas:
             with node(replicas, directory):

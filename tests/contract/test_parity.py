@@ -40,12 +40,12 @@ def run_reference(command: str, directory: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory: pytest.TempPathFactory, art_cache: str) -> dict[str, Path]:
     """Directory of each model; each of transformers' own random ones has its expected logits."""
     directory = tmp_path_factory.mktemp("models")
-    # The isolation of tests is per function, so that the cache must be named here too.
+    # Tests are isolated function by function, so a module fixture names the cache itself.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ART_CACHE", str(tmp_path_factory.getbasetemp() / "art-cache"))
+        patch.setenv("ART_CACHE", art_cache)
         smollm2 = resolve(SMOLLM2)
     (directory / "smollm2").mkdir()
     (directory / "smollm2" / "only_logits").write_text(str(smollm2))

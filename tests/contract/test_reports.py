@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 
 from tests.contract.harness.test_reporting import READ_WANDB, ask
 from tests.environments import client_environment, python_of
@@ -82,11 +81,11 @@ def test_the_real_wandb_gets_every_row_in_a_run_of_its_model(tmp_path: Path) -> 
     ]
 
 
-def serve(directory: Path, cache: str, **environment: str) -> Serving:
+def serve(directory: Path, art_cache: str, **environment: str) -> Serving:
     (directory / "fake").mkdir(parents=True)
     (directory / "fake" / "wandb.py").write_text(FAKE)
     said = str(directory / "said.jsonl")
-    variables = {"ART_CACHE": cache, "FAKE_WANDB": said, **environment}
+    variables = {"ART_CACHE": art_cache, "FAKE_WANDB": said, **environment}
     return Serving(directory, "tiny-random", WANDB_API_KEY="a-key", **variables)
 
 
@@ -109,13 +108,8 @@ def wait_for(path: Path, says: str) -> str:
     raise AssertionError(f"{path} never said {says}")
 
 
-@pytest.fixture
-def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.getbasetemp() / "art-cache")
-
-
-def test_a_server_reports_its_steps_and_what_clients_log(tmp_path: Path, cache: str) -> None:
-    with serve(tmp_path, cache, PYTHONPATH=str(tmp_path / "fake")) as server:
+def test_a_server_reports_its_steps_and_what_clients_log(tmp_path: Path, art_cache: str) -> None:
+    with serve(tmp_path, art_cache, PYTHONPATH=str(tmp_path / "fake")) as server:
         wire, away = model(server, "clue"), model(server, "away")
         train(server, wire)
         group = {"trajectories": [{"reward": 0.25}, {"reward": 0.75}], "exceptions": []}
@@ -135,11 +129,11 @@ def test_a_server_reports_its_steps_and_what_clients_log(tmp_path: Path, cache: 
 
 
 def test_a_key_without_wandb_is_told_in_a_line_and_nothing_is_lost(
-    tmp_path: Path, cache: str
+    tmp_path: Path, art_cache: str
 ) -> None:
     assert subprocess.run([sys.executable, "-c", "import wandb"], capture_output=True).returncode
     (tmp_path / "wandb").mkdir()  # what an offline run leaves is not the library
-    with serve(tmp_path, cache) as server:
+    with serve(tmp_path, art_cache) as server:
         train(server, model(server, "clue"))
         told = [line for line in server.log.read_text().splitlines() if "WANDB" in line]
     assert len(told) == 1 and "`pip install wandb`" in told[0]

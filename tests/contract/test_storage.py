@@ -17,7 +17,7 @@ BUCKET = {"s3_bucket": "bucket", "prefix": "some/where"}
 
 
 @pytest.fixture(scope="module")
-def storing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def storing(tmp_path_factory: pytest.TempPathFactory, art_cache: str) -> Iterator[Serving]:
     """A server beside whose programs stands an `aws` that writes to a directory."""
     directory = tmp_path_factory.mktemp("storing")
     program = directory / "bin" / "aws"
@@ -25,7 +25,7 @@ def storing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     program.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE} "$@"\n')
     program.chmod(0o755)
     environment = {
-        "ART_CACHE": str(tmp_path_factory.getbasetemp() / "art-cache"),
+        "ART_CACHE": art_cache,
         "FAKE_S3": str(directory / "s3"),
         "PATH": f"{program.parent}:{os.environ['PATH']}",
     }

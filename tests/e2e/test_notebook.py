@@ -15,11 +15,10 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    cache = str(tmp_path_factory.getbasetemp() / "art-cache")
+def smollm2(tmp_path_factory: pytest.TempPathFactory, art_cache: str) -> Iterator[Serving]:
     directory = tmp_path_factory.mktemp("smollm2")
     # Both cores: here it is the time that is tested, too.
-    with Serving(directory, NAME, ART_CACHE=cache, OMP_NUM_THREADS="2") as serving:
+    with Serving(directory, NAME, ART_CACHE=art_cache, OMP_NUM_THREADS="2") as serving:
         yield serving
 
 

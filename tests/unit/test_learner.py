@@ -346,11 +346,12 @@ def test_no_setting_is_ignored(
 @pytest.fixture(scope="module")
 def started(
     tmp_path_factory: pytest.TempPathFactory,
+    art_cache: str,
 ) -> tuple[Learner, Path, dict[str, torch.Tensor]]:
     """A learner, a first step to fork from, and the LoRA of a second step with the defaults."""
     at = tmp_path_factory.mktemp("started")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ART_CACHE", str(tmp_path_factory.getbasetemp() / "art-cache"))
+        patch.setenv("ART_CACHE", art_cache)
         one = learner()
     for _ in range(2):
         train(one, at, uneven_groups())

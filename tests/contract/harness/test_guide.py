@@ -85,7 +85,7 @@ FILLED_IN = {
 
 
 def test_the_guide_runs_as_it_is_written_on_the_ports_it_names(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    tmp_path: Path, art_cache: str
 ) -> None:
     for port in (7623, 8000):
         with socket.socket() as probe:
@@ -97,9 +97,8 @@ def test_the_guide_runs_as_it_is_written_on_the_ports_it_names(
         assert theirs in text
         text = text.replace(theirs, ours)
     (tmp_path / "config.yml").write_text(text)
-    cache = str(tmp_path_factory.getbasetemp() / "art-cache")
     served = tmp_path / "server"
-    with Serving(served, "tiny-random", port=7623, openai_port=8000, ART_CACHE=cache) as server:
+    with Serving(served, "tiny-random", port=7623, openai_port=8000, ART_CACHE=art_cache) as server:
         done = subprocess.run(
             [
                 *(sys.executable, "-m", "trainer", "finetune", "--config_file=config.yml"),

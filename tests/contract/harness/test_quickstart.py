@@ -21,13 +21,12 @@ REPLIES = ["A: Rose", "A: Gray", "B: rope", "B: knife", "C: hall", "D: noon", "n
 
 
 def test_ctrl_c_stops_the_quickstart_cleanly_and_the_same_command_goes_on(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    tmp_path: Path, art_cache: str
 ) -> None:
     script = tmp_path / "script.json"
     script.write_text(json.dumps([{"when": "weapon, room", "replies": REPLIES}]))
-    cache = str(tmp_path_factory.getbasetemp() / "art-cache")
     program = ("trainer.testing", str(script))
-    with Serving(tmp_path, "tiny-random", program=program, ART_CACHE=cache) as server:
+    with Serving(tmp_path, "tiny-random", program=program, ART_CACHE=art_cache) as server:
         output = tmp_path / "out"
         ports = [str(urlsplit(url).port) for url in (server.control, server.openai)]
         command = [

@@ -4,19 +4,16 @@ import signal
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from tests.contract.harness.conftest import Project, guide, write_project
 from tests.environments import client_environment
 from tests.serving import Serving
 
 
 def test_a_backend_that_is_killed_while_it_trains_is_waited_for(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+    tmp_path: Path, art_cache: str
 ) -> None:
-    cache = str(tmp_path_factory.getbasetemp() / "art-cache")
     (tmp_path / "server-row").touch()
-    environment = {"ART_CACHE": cache, "ART_FAULTS": str(tmp_path)}
+    environment = {"ART_CACHE": art_cache, "ART_FAULTS": str(tmp_path)}
     with Serving(tmp_path / "server", "tiny-random", **environment) as serving:
         project = Project(tmp_path, guide(serving, "restarted"))
         write_project(tmp_path)
