@@ -11,6 +11,7 @@ import contextlib
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,9 @@ from launcher.provider import (
     resolve_run_id,
 )
 from launcher.task import Task
+
+# Names this environment to `scripts/install`, which links its packages instead of installing them.
+SEED_ENVIRONMENT = "ART_SEED_ENVIRONMENT"
 
 
 class LocalProvider:
@@ -242,7 +246,9 @@ class LocalProvider:
                 str(directory),
             ],
             cwd=home / WORKDIR,
-            env=environment | {"HOME": str(home), "XDG_CACHE_HOME": cache, **envs, **secrets},
+            env=environment
+            | {"HOME": str(home), "XDG_CACHE_HOME": cache, SEED_ENVIRONMENT: sys.prefix}
+            | {**envs, **secrets},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
