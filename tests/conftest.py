@@ -8,8 +8,12 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from launcher.skypilot.testing import FakeSky
 
 _CREDENTIALS = (
     "ART_", "AWS_", "AZURE_", "BASE_MODEL", "GOOGLE_", "HF_", "LANGFUSE_", "LAUNCHER_",
@@ -72,6 +76,17 @@ def _isolated(
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
     monkeypatch.setenv("ART_CACHE", art_cache)
+
+
+@pytest.fixture
+def sky() -> Iterator["FakeSky"]:
+    """A `FakeSky` in place of SkyPilot, for the length of a test."""
+    # Imported here: most tests need no launcher.
+    from launcher.skypilot.door import replaced
+    from launcher.skypilot.testing import FakeSky
+
+    with replaced(FakeSky()) as fake:
+        yield fake
 
 
 @pytest.hookimpl(wrapper=True)

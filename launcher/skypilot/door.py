@@ -5,13 +5,15 @@ SkyPilot's SDK only queues: every call returns a request id, and its errors surf
 
 import contextlib
 import errno
+import importlib
 import io
+import operator
 import os
 import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from kit.errors import KitError, NotInstalled
 from launcher.errors import (
@@ -64,6 +66,8 @@ _ERRORS: dict[str, tuple[type[LauncherError], str, str | None]] = {
 ANY = "*"
 """In place of a cluster's name, where something is asked of SkyPilot that is not about one."""
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
+_replacement: Any = None
+Fake = TypeVar("Fake")
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -77,20 +81,40 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def sky() -> Any:
-    """SkyPilot itself; importing it takes seconds, so only what needs it does."""
-    import sky as skypilot
-
-    if getattr(skypilot, "__file__", None) is None:
-        # Our folder of task YAMLs, which Python takes for a package where SkyPilot is absent.
-        raise NotInstalled("SkyPilot is not installed", hint="Install it with `scripts/install`")
-    return skypilot
+    """Return SkyPilot. Importing it takes seconds, so call this only where it is needed."""
+    return _module()
 
 
 def launch_command() -> Any:
-    sky()
-    from sky.client.cli import command
+    """Return the click command of `sky launch`."""
+    return _module("client.cli.command").launch
 
-    return command.launch
+
+@contextlib.contextmanager
+def replaced(skypilot: Fake) -> Iterator[Fake]:
+    """Use another object, such as a `FakeSky`, in place of SkyPilot."""
+    global _replacement
+    before, _replacement = _replacement, skypilot
+    try:
+        yield skypilot
+    finally:
+        _replacement = before
+
+
+def installed(module: str = "") -> Any:
+    """Import the installed SkyPilot, or a module of it that `import sky` may leave out."""
+    import sky as skypilot
+
+    if getattr(skypilot, "__file__", None) is None:
+        # Without SkyPilot, Python takes our folder of task YAMLs for the package.
+        raise NotInstalled("SkyPilot is not installed", hint="Install it with `scripts/install`")
+    return importlib.import_module(f"sky.{module}") if module else skypilot
+
+
+def _module(name: str = "") -> Any:
+    if _replacement is None:
+        return installed(name)
+    return operator.attrgetter(name)(_replacement) if name else _replacement
 
 
 def parse(launch: Any, arguments: list[str]) -> Any:
@@ -180,16 +204,11 @@ class Reader(io.TextIOBase):
 
 def write_alias(cluster: str) -> None:
     """Write the ssh alias of a cluster that is up, as `sky status` does; the SDK cannot."""
-    sky()
-    from sky.client.cli import command
-
+    command = _module("client.cli.command")
     with translated(cluster):
         command._get_cluster_records_and_set_ssh_config([cluster])
 
 
 def forget_alias(cluster: str) -> None:
     """Remove the ssh alias, which SkyPilot keeps where a cluster was never whole."""
-    sky()
-    from sky.utils.cluster_utils import SSHConfigHelper
-
-    SSHConfigHelper.remove_cluster(cluster)
+    _module("utils.cluster_utils").SSHConfigHelper.remove_cluster(cluster)

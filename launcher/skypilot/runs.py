@@ -79,7 +79,7 @@ def logs(name: str, run_id: str | None, *, follow: bool, tail: int, out: TextIO)
             None if job_id is None else int(job_id),
             follow=follow,
             tail=tail,
-            output_stream=Rest(reader, shown.count("\n")),
+            output_stream=SkipLines(reader, shown.count("\n")),
         )
     if code == _NOT_FOUND:
         raise RunNotFound(f"Cluster `{name}` has no run `{job_id or 1}`")
@@ -114,7 +114,7 @@ def _read(name: str, run_id: str | None, lines: str) -> tuple[str | None, str]:
     return found, text[text.rfind("\n", 0, text.index(_BEGIN)) + 1 :] if _BEGIN in text else ""
 
 
-class Rest(io.TextIOBase):
+class SkipLines(io.TextIOBase):
     """Passes a log on to `out` after its first `lines`, which were shown already."""
 
     def __init__(self, out: io.TextIOBase, lines: int) -> None:

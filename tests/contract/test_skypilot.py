@@ -1,17 +1,20 @@
 """Where we hand over to the real SkyPilot: what it parses, and what it says when it cannot."""
 
 import contextlib
+import inspect
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from launcher.errors import LauncherError
 from launcher.settings import Settings
+from launcher.skypilot import door
 from launcher.skypilot.plan import shared_resources
+from launcher.skypilot.provider import SkyProvider
+from launcher.skypilot.testing import FakeSky, FakeTask
 from launcher.task import Task
 from tests.serving import free_port
 
@@ -144,23 +147,38 @@ def test_what_is_not_about_one_cluster_names_none() -> None:
     ("status", "ever_up", "ours"),
     [("UP", True, "up"), ("INIT", False, "init"), ("INIT", True, "unhealthy")],
 )
-def test_a_cluster_that_was_up_is_not_taken_for_a_half_made_one(
-    monkeypatch: pytest.MonkeyPatch, status: str, ever_up: bool, ours: str
+def test_a_cluster_that_was_up_is_not_mistaken_for_a_half_made_one(
+    sky: FakeSky, status: str, ever_up: bool, ours: str
 ) -> None:
     from sky.schemas.api.responses import StatusResponse
 
-    from launcher.skypilot import provider as sky_provider
-
     known = dict.fromkeys(("cluster_hash", "user_hash", "user_name", "workspace"), "x")
     numbers = {"launched_at": 0, "autostop": 5, "to_down": True, "is_managed": False, "nodes": 1}
-    record = StatusResponse(
+    sky.records["art"] = StatusResponse(
         name="art", status=status, cluster_ever_up=ever_up, **known, **numbers, cloud="Slurm"
     )
-    fake = SimpleNamespace(
-        get=lambda request: request,
-        status=lambda refresh: [record],
-        StatusRefreshMode=SimpleNamespace(AUTO="auto"),
-    )
-    monkeypatch.setattr(sky_provider, "sky", lambda: fake)
-    (cluster,) = sky_provider.SkyProvider().clusters()
+    (cluster,) = SkyProvider().clusters()
     assert cluster.status == ours
+
+
+def test_the_fake_takes_only_what_the_real_skypilot_takes(sky: FakeSky) -> None:
+    real = door.installed()
+    pairs = [(FakeTask.from_yaml_config, real.Task.from_yaml_config)]
+    for fake, module, names in [
+        (sky, real, ("get", "stream_and_get", "api_status", "status", "queue", "exec", "tail_logs",
+                     "cancel", "cost_report", "down")),
+        (sky, real.client.sdk, ("enabled_clouds",)),
+        (sky.jobs, real.jobs, ("launch", "queue_v2", "tail_logs", "cancel")),
+    ]:  # fmt: skip
+        pairs += [(getattr(fake, name), getattr(module, name)) for name in names]
+    for ours, theirs in pairs:
+        positional, taken = [], inspect.signature(theirs).parameters
+        for name, parameter in inspect.signature(ours).parameters.items():
+            assert name in taken, f"{theirs.__name__} takes no {name}"
+            if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+                positional.append(name)
+        assert positional == list(taken)[: len(positional)], theirs.__name__
+    modes = real.StatusRefreshMode
+    assert (modes.NONE.value, modes.AUTO.value) == ("NONE", "AUTO")
+    assert issubclass(real.exceptions.ClusterNotUpError, Exception)
+    door.installed("utils.cluster_utils").SSHConfigHelper.remove_cluster("art")

@@ -1,17 +1,15 @@
 """Nothing that was written to a bucket goes with its cluster: SkyPilot's wait for it is reached."""
 
-import inspect
 import os
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from launcher.settings import Settings
-from launcher.skypilot import managed, scripts
-from launcher.skypilot import provider as sky_provider
+from launcher.skypilot import door, managed, scripts
+from launcher.skypilot.provider import SkyProvider
+from launcher.skypilot.testing import FakeSky
 from launcher.task import Task
 from tests.serving import free_port
 
@@ -86,21 +84,14 @@ def test_a_run_beside_the_server_does_not_wait_for_what_the_server_has_open(home
     ("bucket", "ever_up", "graceful"),
     [("s3://mine", True, True), ("s3://mine", False, False), (None, True, False)],
 )
-def test_down_waits_for_uploads_where_there_can_be_some(
-    monkeypatch: pytest.MonkeyPatch, bucket: str | None, ever_up: bool, graceful: bool
+def test_down_waits_for_uploads_if_there_can_be_any(
+    sky: FakeSky, bucket: str | None, ever_up: bool, graceful: bool
 ) -> None:
-    import sky
-
     config = dict(Task.load(ROOT / "sky/art.yaml", Settings(bucket=bucket)).config)
-    kept = str(sky.Task.from_yaml_config(config).to_yaml_config())
-    asked: list[dict[str, Any]] = []
-    real = inspect.signature(sky.down)
-    fake = SimpleNamespace(
-        get=lambda request: request,
-        status=lambda names: [{"last_creation_yaml": kept, "cluster_ever_up": ever_up}],
-        down=lambda *given, **options: asked.append(real.bind(*given, **options).arguments),
-    )
-    monkeypatch.setattr(sky_provider, "sky", lambda: fake)
-    sky_provider.SkyProvider().down("art")
-    assert [it["graceful"] for it in asked] == [graceful]
-    assert asked[0]["graceful_timeout"] > 0
+    real_task = door.installed().Task.from_yaml_config(config)
+    recorded = str(real_task.to_yaml_config())
+    sky.make_cluster("art", cluster_ever_up=ever_up, last_creation_yaml=recorded)
+    SkyProvider().down("art")
+    (down,) = sky.downs
+    assert down["graceful"] == graceful and down["graceful_timeout"] > 0
+    assert sky.records == {}

@@ -3,9 +3,7 @@
 import io
 import json
 import subprocess
-from enum import Enum
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +11,11 @@ from click.testing import CliRunner
 
 from launcher.cli.main import cli
 from launcher.errors import LauncherError, TaskError
+from launcher.provider import Run, RunStatus
 from launcher.settings import Settings
 from launcher.skypilot import managed
 from launcher.skypilot.managed import _config
+from launcher.skypilot.testing import FakeJob, FakeSky, FakeStatus
 from launcher.task import Task
 from tests.serving import free_port
 
@@ -89,95 +89,65 @@ def test_a_bucket_keeps_the_state_and_skypilot_ends_the_cluster() -> None:
     assert config["resources"]["job_recovery"]
 
 
-class Status(Enum):
-    """SkyPilot's, as far as they differ for us."""
-
-    RUNNING = "RUNNING"
-    RECOVERING = "RECOVERING"
-    SUCCEEDED = "SUCCEEDED"
-    FAILED_SETUP = "FAILED_SETUP"
-    CANCELLED = "CANCELLED"
-
-    def is_terminal(self) -> bool:
-        return self not in (Status.RUNNING, Status.RECOVERING)
-
-
-class FakeSky:
-    """SkyPilot with some managed runs; a request's id is its answer."""
-
-    exceptions = SimpleNamespace(ClusterNotUpError=type("ClusterNotUpError", (Exception,), {}))
-
-    def __init__(self, *statuses: Status) -> None:
-        self.jobs = self
-        self.statuses = dict(enumerate(statuses, 1))
-
-    def get(self, request: Any) -> Any:
-        if not self.statuses:
-            raise self.exceptions.ClusterNotUpError
-        return request
-
-    def queue_v2(self, *, refresh: bool, job_ids: list[int] | None) -> tuple[Any, int]:
-        wanted = self.statuses if job_ids is None else set(job_ids) & set(self.statuses)
-        rows = [{"job_id": i, "job_name": "art", "status": self.statuses[i]} for i in wanted]
-        return rows[::-1], len(rows)
-
-    def tail_logs(self, *, job_id: int, follow: bool, tail: int | None, output_stream: Any) -> None:
-        output_stream.write(f"run {job_id}, {follow}, {tail}\n")
-
-    def cancel(self, *, job_ids: list[int]) -> None:
-        self.statuses |= dict.fromkeys(job_ids, Status.CANCELLED)
+def test_a_started_run_has_the_id_that_skypilot_gives_it(sky: FakeSky, tmp_path: Path) -> None:
+    (tmp_path / "task.yaml").write_text("name: mine\nrun: echo serve\n")
+    task = Task.load(tmp_path / "task.yaml", Settings())
+    assert managed.start(task, "train", Settings(), state_dir="/shared") == "1"
+    assert managed.runs() == [Run("1", "mine", RunStatus.PENDING)]
 
 
 @pytest.fixture
-def invoke(monkeypatch: pytest.MonkeyPatch) -> Any:
-    def run(skypilot: FakeSky, *arguments: str) -> Any:
-        monkeypatch.setattr(managed, "sky", lambda: skypilot)
+def invoke(sky: FakeSky) -> Any:
+    def run(*arguments: str) -> Any:
         return CliRunner(mix_stderr=False).invoke(cli, arguments)
 
     return run
 
 
-def test_managed_runs_are_listed_as_other_runs_are(invoke: Any) -> None:
-    told = json.loads(invoke(FakeSky(*Status), "ls", "--managed", "--json").stdout)
-    assert [run["id"] for run in told] == ["1", "2", "3", "4", "5"]
-    statuses = ["running", "pending", "succeeded", "failed", "cancelled"]
-    assert [run["status"] for run in told] == statuses
-    assert invoke(FakeSky(), "ls", "--managed", "--json").stdout == "[]\n"
+def test_managed_runs_are_listed_as_other_runs_are(sky: FakeSky, invoke: Any) -> None:
+    assert invoke("ls", "--managed", "--json").stdout == "[]\n"
+    statuses = {
+        FakeStatus.RUNNING: "running",
+        FakeStatus.RECOVERING: "pending",
+        FakeStatus.SUCCEEDED: "succeeded",
+        FakeStatus.FAILED_SETUP: "failed",
+        FakeStatus.CANCELLED: "cancelled",
+    }
+    for status in statuses:
+        sky.managed.add(FakeJob("art", status))
+    listed = json.loads(invoke("ls", "--managed", "--json").stdout)
+    assert [run["id"] for run in listed] == ["1", "2", "3", "4", "5"]
+    assert [run["status"] for run in listed] == list(statuses.values())
 
 
-def test_logs_are_of_the_newest_managed_run_or_of_the_named_one(invoke: Any) -> None:
-    sky = FakeSky(Status.SUCCEEDED, Status.RUNNING)
-    assert invoke(sky, "logs", "--managed").stdout == "run 2, True, None\n"
-    told = invoke(sky, "logs", "--managed", "1", "--no-follow", "--tail", "5")
-    assert told.stdout == "run 1, False, 5\n"
+def test_logs_are_of_the_newest_managed_run_or_of_the_named_one(sky: FakeSky, invoke: Any) -> None:
+    sky.managed.add(FakeJob("art", FakeStatus.SUCCEEDED, log="of run 1\n"))
+    sky.managed.add(FakeJob("art", FakeStatus.RUNNING, log="of run 2\n"))
+    assert invoke("logs", "--managed").stdout == "of run 2\n"
+    assert sky.tailed == [(2, True, None)]
+    shown = invoke("logs", "--managed", "1", "--no-follow", "--tail", "5")
+    assert shown.stdout == "of run 1\n"
+    assert sky.tailed[1:] == [(1, False, 5)]
 
 
-def test_a_managed_log_that_nobody_reads_any_more_is_no_lost_connection(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_managed_log_whose_reader_is_gone_is_not_a_lost_connection(
+    sky: FakeSky, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Closed(io.StringIO):
+    class ClosedPipe(io.StringIO):
         def write(self, text: str) -> int:
             raise BrokenPipeError
 
-    def tail_logs(*, output_stream: Any, **_: Any) -> None:
-        try:
-            output_stream.write("line\n")
-        except Exception as error:  # SkyPilot connects again after any
-            raise AssertionError("the connection is lost") from error
-
-    sky = FakeSky(Status.RUNNING)
-    monkeypatch.setattr(sky, "tail_logs", tail_logs)
-    monkeypatch.setattr(managed, "sky", lambda: sky)
-    monkeypatch.setattr("sys.stdout", Closed())
+    sky.managed.add(FakeJob("art", FakeStatus.RUNNING, log="line\n"))
+    monkeypatch.setattr("sys.stdout", ClosedPipe())
     with pytest.raises(BrokenPipeError):
         managed.logs("1", follow=True)
 
 
-def test_a_managed_run_is_cancelled_once(invoke: Any) -> None:
-    sky = FakeSky(Status.RECOVERING)
-    assert "is cancelled" in invoke(sky, "cancel", "--managed", "1").stderr
-    assert sky.statuses == {1: Status.CANCELLED}
-    assert "was over already" in invoke(sky, "cancel", "--managed", "1").stderr
+def test_a_managed_run_is_cancelled_once(sky: FakeSky, invoke: Any) -> None:
+    sky.managed.add(FakeJob("art", FakeStatus.RECOVERING))
+    assert "is cancelled" in invoke("cancel", "--managed", "1").stderr
+    assert sky.managed == {1: FakeJob("art", FakeStatus.CANCELLED)}
+    assert "was over already" in invoke("cancel", "--managed", "1").stderr
 
 
 @pytest.mark.parametrize(
@@ -188,11 +158,11 @@ def test_a_managed_run_is_cancelled_once(invoke: Any) -> None:
 def test_a_managed_run_that_is_not_there_is_named(
     invoke: Any, arguments: list[str], message: str
 ) -> None:
-    assert message in invoke(FakeSky(), *arguments, "--managed").exception.message
+    assert message in invoke(*arguments, "--managed").exception.message
 
 
 @pytest.mark.parametrize("option", ["--local", "-cart"])
 def test_a_managed_run_is_of_no_cluster_of_ours(invoke: Any, option: str) -> None:
     for verb, *rest in (["ls"], ["logs"], ["cancel", "1"], ["run", "true"]):
-        told = invoke(FakeSky(), verb, "--managed", option, *rest)
+        told = invoke(verb, "--managed", option, *rest)
         assert told.exit_code == 2 and "leave out `-c` and `--local`" in told.stderr
