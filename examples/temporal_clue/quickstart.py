@@ -156,7 +156,7 @@ def report(
         f"  ask it:       curl -s {url}/chat/completions -H 'content-type: application/json' "
         f"-d '{json.dumps(ask)}'",
         f"  train longer: {longer}",
-        "  your agent:   docs/extending.md",
+        "  your agent:   docs/your-agent.md",
     ]
 
 
