@@ -1,4 +1,4 @@
-"""Writes `docs/reference.md` and the generated parts of the README and the manual.
+"""Writes `docs/reference.md` and the generated parts of README, CONTRIBUTING and the manual.
 
     python -m dev.reference            write every page that is stale
     python -m dev.reference --check    write nothing; exit 1 if a page is stale
@@ -8,10 +8,12 @@ stale, and `tests/unit/test_reference.py` fails. A page marks a generated part w
 
     <!-- generated: help launcher up -->
     <!-- generated: variables -->
+    <!-- generated: map trainer/server -->
 
 and ends it with `<!-- end generated -->`.
 """
 
+import ast
 import inspect
 import re
 import sys
@@ -35,7 +37,7 @@ from trainer.harness.config import FinetuneConfig
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs/reference.md"
 PROGRAMS: dict[str, click.Command] = {"launcher": launcher, "trainer": trainer}
-GENERATED = re.compile(r"(<!-- generated: ([\w -]+) -->\n).*?(<!-- end generated -->)", re.DOTALL)
+GENERATED = re.compile(r"(<!-- generated: ([\w/ -]+) -->\n).*?(<!-- end generated -->)", re.DOTALL)
 HELP_WIDTH = 90
 
 INTRODUCTION = """\
@@ -196,10 +198,22 @@ def variables_table() -> str:
     return "| Variable | Sets | Read by |\n|---|---|---|\n" + "".join(lines)
 
 
+def folder_map(folder: str) -> str:
+    """The modules of a folder, each with the first sentence of its docstring."""
+    rows = []
+    for path in sorted((ROOT / folder).glob("*.py")):
+        text = one_line((ast.get_docstring(ast.parse(path.read_text())) or "").partition("\n\n")[0])
+        if text and path.name != "__init__.py":
+            rows.append(f"| `{path.relative_to(ROOT)}` | {text} |\n")
+    return "| File | Owns |\n|---|---|\n" + "".join(rows)
+
+
 def generated(kind: str) -> str:
     """The content of one generated part."""
     if kind == "variables":
         return variables_table()
+    if kind.startswith("map "):
+        return folder_map(kind.removeprefix("map "))
     return help_text(kind.removeprefix("help "))
 
 
@@ -214,8 +228,8 @@ def renewed(path: Path) -> str:
 
 def pages() -> list[Path]:
     """Every page with a generated part."""
-    written = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    return [REFERENCE, *(path for path in written if GENERATED.search(path.read_text()))]
+    written = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    return [REFERENCE, *(path for path in sorted(written) if GENERATED.search(path.read_text()))]
 
 
 def main() -> None:

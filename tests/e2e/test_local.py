@@ -37,7 +37,7 @@ def test_the_python_api_of_the_readme_runs_as_it_stands_there(local_laptop: Any)
     laptop.run("scripts/install")
     readme = (laptop.clone / "README.md").read_text()
     (script,) = re.findall(r"```python\n(from pathlib import Path\n.*?)```", readme, re.DOTALL)
-    assert len([line for line in script.splitlines() if line]) == 10
+    assert len([line for line in script.splitlines() if line]) == 9
     (laptop.clone / "readme.py").write_text(script)
     cost, endpoints, pulled = laptop.run(".venv/bin/python readme.py").splitlines()
     assert cost.startswith("0 Cost(so_far=0.0")

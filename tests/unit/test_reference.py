@@ -1,5 +1,6 @@
 """The generated parts of the documentation match the code."""
 
+import re
 from pathlib import Path
 
 import click
@@ -9,6 +10,7 @@ from dev import reference
 from trainer.cli import cli
 from trainer.config import GrpoConfig
 
+ROOT = reference.ROOT
 PAGES = reference.pages()
 
 
@@ -19,8 +21,17 @@ def test_generated_parts_are_up_to_date(page: Path) -> None:
     )
 
 
-def test_the_readme_and_the_reference_have_generated_parts() -> None:
-    assert {"README.md", "reference.md"} <= {page.name for page in PAGES}
+def test_the_pages_that_quote_code_have_generated_parts() -> None:
+    assert {"README.md", "CONTRIBUTING.md", "reference.md"} <= {page.name for page in PAGES}
+
+
+def test_the_map_has_every_folder_of_the_code() -> None:
+    listed = re.findall(r"<!-- generated: map (\S+) -->", (ROOT / "CONTRIBUTING.md").read_text())
+    modules = [
+        path for name in ("kit", "launcher", "trainer") for path in ROOT.glob(f"{name}/**/*.py")
+    ]
+    folders = {str(path.parent.relative_to(ROOT)) for path in modules if path.stat().st_size}
+    assert sorted(listed) == sorted(folders)
 
 
 def test_a_new_flag_makes_the_reference_stale(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """Decides which activations of a forward pass are kept for backward, and which are recomputed.
 
 Sizes are computed from the shape of the model. They were checked against what the compiler keeps
-and against the memory measured on a GPU (`docs/gpu.md`). Recomputing costs time, so it is used
+and against the memory measured on a GPU (`dev/LOG.md`). Recomputing costs time, so it is used
 only when the free memory is too small.
 """
 
