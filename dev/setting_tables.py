@@ -86,7 +86,7 @@ def _type(prop: dict[str, Any], schema: dict[str, Any]) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    value = field.get_default(call_default_factory=True)  # type: ignore[call-arg]
+    value = field.get_default(call_default_factory=True)
     if isinstance(value, BaseModel):
         return ""
     if value is None:
@@ -105,7 +105,7 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-def sections(model: type[BaseModel], at: str = "") -> Iterator[tuple[str, list[type[BaseModel]]]]:
+def sections(model: type[BaseModel], at: str = "") -> Iterator[tuple[str, list[type[Config]]]]:
     """The path of every group of settings in a file, and the models that it may hold."""
     for name, field in model.model_fields.items():
         path = _child_path(field, f"{at}.{name}" if at else name)
