@@ -1,6 +1,7 @@
 """What a user can set where the model is: the server, the LoRA and the GRPO step."""
 
 import ipaddress
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -232,6 +233,11 @@ class ServerConfig(Config):
         if self.nodes > 1 and self.quantization:
             raise ValueError(f"quantization is `{self.quantization}`, which needs nodes to be 1")
         return self
+
+    @property
+    def state_path(self) -> Path:
+        """The state directory as an absolute path, with `~` expanded."""
+        return Path(self.state_dir).expanduser().resolve()
 
     @property
     def learner_address(self) -> str:

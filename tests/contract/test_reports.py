@@ -17,17 +17,17 @@ REPORT = """
 import asyncio, logging, sys
 from pathlib import Path
 from trainer.server import reports as module
-from trainer.server.wandb_reports import Reports
+from trainer.server.wandb_reports import WandbReports
 
 module.PATIENCE = 120  # to import wandb takes as long as it takes
 logging.basicConfig(level=logging.INFO)
 
 async def main():
-    reports = Reports("a-key", Path(sys.argv[1]))
+    reports = WandbReports("a-key", Path(sys.argv[1]))
     for step, reward in ((1, 0.25), (2, 0.75)):
-        reports.add("clue", "agent", step, {"train/reward": reward, "canary": float("nan")})
-    reports.add("clue", "agent", 2, {"val/reward": 0.5})
-    reports.add("clue", "other", 1, {"train/reward": 1.0})
+        reports.send("clue", "agent", step, {"train/reward": reward, "canary": float("nan")})
+    reports.send("clue", "agent", 2, {"val/reward": 0.5})
+    reports.send("clue", "other", 1, {"train/reward": 1.0})
     await reports.stop()
 
 asyncio.run(main())

@@ -1,4 +1,4 @@
-"""A client that leaves: its sampling ends, and nothing of it is kept."""
+"""When a client disconnects, its sampling stops and nothing is recorded."""
 
 import asyncio
 import json
@@ -18,11 +18,11 @@ from trainer.server.routes import openai
 
 
 class Client:
-    """Sends a chat, and leaves when it is told to."""
+    """Sends a chat, and disconnects once `left` is set."""
 
-    def __init__(self, **asked: Any) -> None:
+    def __init__(self, **settings: Any) -> None:
         message = {"role": "user", "content": "q"}
-        self.body = json.dumps({"model": "m", "messages": [message], **asked}).encode()
+        self.body = json.dumps({"model": "m", "messages": [message], **settings}).encode()
         self.left = asyncio.Event()
         self.reads = asyncio.Event()
         self.reads.set()
@@ -41,21 +41,21 @@ class Client:
 
 
 class Sampling:
-    """A backend that samples one token, then waits for ever."""
+    """A backend that samples one token, then never continues."""
 
     def __init__(self, first: bool) -> None:
         self.first = first
-        self.under_way, self.ended = asyncio.Event(), asyncio.Event()
-        self.kept: list[Any] = []
+        self.sampling, self.ended = asyncio.Event(), asyncio.Event()
+        self.recorded: list[Any] = []
         self.models = SimpleNamespace(find=lambda name: None)
-        self.rollouts = SimpleNamespace(record=lambda *what: self.kept.append(what))
-        self.tokenizer = Tokenizer(resolve("tiny-random"))
+        self.rollouts = SimpleNamespace(record=lambda *entry: self.recorded.append(entry))
+        self.workers = SimpleNamespace(tokenizer=Tokenizer(resolve("tiny-random")))
 
     async def sample(self, *_: Any, **__: Any) -> AsyncIterator[tuple[int, Delta]]:
         try:
             if self.first:
                 yield 0, Delta(0, [7], [-1.0], "a")
-            self.under_way.set()
+            self.sampling.set()
             await asyncio.Event().wait()
         finally:
             self.ended.set()
@@ -79,19 +79,19 @@ def serve(backend: Sampling, client: Client) -> "asyncio.Task[None]":
 
 
 @pytest.mark.parametrize(("stream", "first"), [(False, True), (False, False), (True, False)])
-async def test_what_is_sampled_for_a_client_that_left_ends_and_is_not_kept(
+async def test_sampling_for_a_client_that_left_stops_and_is_not_recorded(
     stream: bool, first: bool
 ) -> None:
     backend, client = Sampling(first), Client(stream=stream)
     serving = serve(backend, client)
-    await backend.under_way.wait()
+    await backend.sampling.wait()
     client.left.set()
-    with pytest.raises(ClientLeft):  # the server makes an answer of it that nobody reads
+    with pytest.raises(ClientLeft):  # the server turns it into an answer that nobody reads
         await serving
-    assert backend.ended.is_set() and not backend.kept
+    assert backend.ended.is_set() and not backend.recorded
 
 
-async def test_a_stream_whose_reader_stalled_and_left_is_closed_at_once() -> None:
+async def test_a_stream_closes_at_once_when_a_stalled_reader_leaves() -> None:
     backend, client = Sampling(first=True), Client(stream=True)
     client.reads.clear()
     serving = serve(backend, client)
@@ -99,5 +99,5 @@ async def test_a_stream_whose_reader_stalled_and_left_is_closed_at_once() -> Non
         await asyncio.sleep(0)
     client.left.set()
     await asyncio.wait([serving])
-    assert backend.ended.is_set() and not backend.kept
+    assert backend.ended.is_set() and not backend.recorded
     serving.exception()

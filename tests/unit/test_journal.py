@@ -1,8 +1,8 @@
 from pathlib import Path
 
-from trainer.server.journal import Journal, Request
+from trainer.server.journal import Journal, JournaledRequest
 
-REQUEST = Request(3, "abc", "tiny-random", {"name": "m", "project": "p"}, [{"x": 1}], {})
+REQUEST = JournaledRequest(3, "abc", "tiny-random", {"name": "m", "project": "p"}, [{"x": 1}], {})
 
 
 def test_a_request_is_pending_from_its_begin_until_its_delivery(tmp_path: Path) -> None:

@@ -1,9 +1,16 @@
 """What samples tokens, as the gateway sees it: tokens in, tokens out, one protocol for all."""
 
-from collections.abc import AsyncIterator, Mapping
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
+
+from trainer.errors import WorkerDied
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -68,3 +75,34 @@ class Engine(Protocol):
 
     def sample(self, request: SampleRequest) -> AsyncIterator[Delta]:
         """Yield deltas until every choice has finished."""
+
+
+Attempt = Callable[[], AbstractAsyncContextManager[AsyncIterator[Delta]]]
+"""Starts to sample a request: a context manager around its deltas."""
+
+
+async def sample_with_retries(
+    attempt: Attempt, *, attempts: int, stream: bool
+) -> AsyncIterator[Delta]:
+    """Sample, and start over when the engine dies before any delta was passed on.
+
+    Without `stream` the deltas are held back until the last one, so a death loses none of them.
+    """
+    for number in itertools.count(1):
+        passed_on = False
+        held: list[Delta] = []
+        try:
+            async with attempt() as deltas:
+                async for delta in deltas:
+                    if stream:
+                        passed_on = True
+                        yield delta
+                    else:
+                        held.append(delta)
+            break
+        except WorkerDied as error:
+            if passed_on or number == attempts:
+                raise
+            logger.warning("sampling again after: %s", error.message)
+    for delta in held:
+        yield delta

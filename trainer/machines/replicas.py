@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncIterator, Coroutine, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from websockets.asyncio.server import Server
 
 from trainer.config import ServerConfig
 from trainer.engines.choose import engine_kind, vllm_arguments
-from trainer.engines.engine import Delta, Engine, SampleRequest
+from trainer.engines.engine import Delta, Engine, SampleRequest, sample_with_retries
 from trainer.errors import NotFound, TrainerError, WorkerDied
 from trainer.machines.remote_engine import RemoteEngine, listen
 
@@ -160,33 +160,27 @@ class Replicas:
             *(self._or_lost(replica, replica.engine.unload(lora)) for replica in list(self._ready))
         )
 
-    async def sample(self, request: SampleRequest) -> AsyncIterator[Delta]:
-        for attempt in itertools.count(1):
-            if request.lora is not None and request.lora not in self._served:
-                raise NotFound(f"The LoRA `{request.lora}` is not loaded")
-            replica = await self._least_busy()
-            replica.busy += request.n
-            replica.turn = next(self._turns)
-            given = False
-            held: list[Delta] = []
-            try:
-                async with aclosing(replica.engine.sample(request)) as deltas:  # type: ignore[type-var]
-                    async for delta in deltas:
-                        if request.stream:
-                            given = True
-                            yield delta
-                        else:
-                            held.append(delta)
-                break
-            except WorkerDied as error:
-                self._lose(replica, error)
-                if given or attempt == ATTEMPTS:
-                    raise
-                logger.info("a request of %s begins again elsewhere", replica.name)
-            finally:
-                replica.busy -= request.n
-        for delta in held:
-            yield delta
+    def sample(self, request: SampleRequest) -> AsyncIterator[Delta]:
+        return sample_with_retries(
+            lambda: self._attempt(request), attempts=ATTEMPTS, stream=request.stream
+        )
+
+    @asynccontextmanager
+    async def _attempt(self, request: SampleRequest) -> AsyncIterator[AsyncIterator[Delta]]:
+        """Sample on the least busy replica, which loses its place if its engine dies."""
+        if request.lora is not None and request.lora not in self._served:
+            raise NotFound(f"The LoRA `{request.lora}` is not loaded")
+        replica = await self._least_busy()
+        replica.busy += request.n
+        replica.turn = next(self._turns)
+        try:
+            async with aclosing(replica.engine.sample(request)) as deltas:  # type: ignore[type-var]
+                yield deltas
+        except WorkerDied as error:
+            self._lose(replica, error)
+            raise
+        finally:
+            replica.busy -= request.n
 
     # Choosing and losing replicas
 

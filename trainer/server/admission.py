@@ -1,43 +1,29 @@
-"""The steps under way: from a train request that came in to a step that is journaled and begun."""
+"""Admission: a train request becomes a journaled request, and that a step under way."""
 
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
 
-from trainer.errors import BadRequest, Conflict
-from trainer.learner.process import LearnerProcess
-from trainer.server.client_settings import step_config
-from trainer.server.gate import Gate
-from trainer.server.journal import Request
+from trainer.config import StepConfig
+from trainer.errors import Conflict
+from trainer.server.journal import JournaledRequest
 from trainer.server.ledger import Ledger
 from trainer.server.models import Model
-from trainer.server.prometheus import Metrics
+from trainer.server.reports import Reports
 from trainer.server.training import Training
-from trainer.server.wandb_reports import Reports
 from trainer.server.wire import TrainRequest
+from trainer.server.workers import Workers
 
 logger = logging.getLogger(__name__)
-REMEMBERED = 32  # steps whose samples are still matched: nobody trains on older ones
+MATCHED_STEPS = 32  # older samples are dropped from the ledger: nobody trains on them
 
 
-class Trainings:
-    """The newest training of every model, under way or done, since this server started."""
+class Admission:
+    """Starts one step at a time for each model, and knows the newest one of each."""
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        gate: Gate,
-        load: Callable[[Model, int], Awaitable[None]],
-        check: Callable[[Model], Awaitable[dict[str, float]]],
-        make_room: Callable[[], Awaitable[bool]],
-        metrics: Metrics,
-        reports: Reports,
-    ) -> None:
+    def __init__(self, workers: Workers, ledger: Ledger, reports: Reports) -> None:
+        self._workers = workers
         self._ledger = ledger
-        self._gate = gate
-        self._acts = (load, check, make_room)
-        self._metrics = metrics
         self._reports = reports
         self._newest: dict[str, Training] = {}
         self._admitting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -46,7 +32,8 @@ class Trainings:
     def running(self) -> bool:
         return any(not training.done for training in self._newest.values())
 
-    def of(self, model: Model) -> Training | None:
+    def newest(self, model: Model) -> Training | None:
+        """The model's newest step since this server started, under way or done."""
         return self._newest.get(model.key)
 
     async def stop(self) -> None:
@@ -54,30 +41,24 @@ class Trainings:
             await training.cancel()
 
     async def admit(
-        self, model: Model, request: TrainRequest, base_model: str, learner: LearnerProcess | None
+        self, model: Model, request: TrainRequest, config: StepConfig, base_model: str
     ) -> Training:
-        """Check the request, write it down and start the step.
+        """Journal the request and start the step.
 
-        The same body again, while its answer was not delivered, is the same step.
+        A client that sends the same body again before it got its answer gets the same step.
         """
-        if learner is None or not model.prepared:
-            raise BadRequest(
-                f"Model `{model.name}` is not prepared for training",
-                hint="Call `model.register(backend)`, which prepares it, and wait for it",
-            )
-        config = step_config(request, model)
         async with self._admitting[model.key]:
-            running = self.of(model)
-            if running and running.request.digest == request.digest and model.journal.is_pending:
-                logger.info("%s: a request for step %s again", model.key, running.request.step)
-                return running
-            if running and not running.done:
+            newest = self.newest(model)
+            if newest and newest.request.digest == request.digest and model.journal.is_pending:
+                logger.info("%s: a request for step %s again", model.key, newest.request.step)
+                return newest
+            if newest and not newest.done:
                 raise Conflict(
                     f"Model `{model.name}` is training already", hint="Wait for that step to end"
                 )
-            if running:
-                await running.synced()  # its place in the journal is taken now
-            journaled = Request(
+            if newest:
+                await newest.synced()  # the new request takes its place in the journal
+            journaled = JournaledRequest(
                 step=model.step + 1,
                 digest=request.digest,
                 base_model=base_model,
@@ -85,18 +66,16 @@ class Trainings:
                 groups=request.trajectory_groups,
                 config=config.model_dump(mode="json"),
             )
-            await asyncio.to_thread(self._write_down, model, journaled)
-            return self.start(model, journaled, learner)
+            await asyncio.to_thread(self._write, model, journaled)
+            return self.start(model, journaled)
 
-    def _write_down(self, model: Model, request: Request) -> None:
+    def _write(self, model: Model, request: JournaledRequest) -> None:
         self._ledger.recall(request.groups)
         model.journal.begin(request)
-        self._ledger.forget(model.key, before=request.step - REMEMBERED)
+        self._ledger.forget(model.key, before=request.step - MATCHED_STEPS)
 
-    def start(self, model: Model, request: Request, learner: LearnerProcess) -> Training:
-        """Train a request that is journaled."""
-        training = Training(
-            model, request, learner, self._gate, *self._acts, self._metrics, self._reports
-        )
+    def start(self, model: Model, request: JournaledRequest) -> Training:
+        """Train a journaled request."""
+        training = Training(model, request, self._workers, self._reports)
         self._newest[model.key] = training
         return training

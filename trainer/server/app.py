@@ -7,8 +7,6 @@ import os
 import signal
 import socket
 import sys
-import time
-from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI, Request
@@ -21,10 +19,11 @@ from kit.types import Json
 from trainer.config import ServerConfig
 from trainer.errors import TrainerError
 from trainer.server import guard
-from trainer.server.backend import Backend, WrapEngine
+from trainer.server.backend import Backend
 from trainer.server.disconnects import LEFT, ClientLeft
-from trainer.server.lease import farewell, minutes_since_pull
+from trainer.server.lease import unpulled_warnings, watch_lease
 from trainer.server.routes import art, openai, preview, rollouts
+from trainer.server.workers import WrapEngine
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ def create_app(config: ServerConfig, backend: Backend) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics() -> PlainTextResponse:
-        return PlainTextResponse(backend.metrics.render())
+        return PlainTextResponse(backend.reports.metrics.render())
 
     @app.exception_handler(KitError)
     async def kit_error(_: Request, error: KitError) -> JSONResponse:
@@ -161,30 +160,9 @@ async def _serve(
         await serving
         raise
     finally:
-        spent = watching.done()
+        lease_over = watching.done()
         watching.cancel()
         await backend.stop()
-        for line in farewell(Path(config.state_dir), config.bucket) if spent else []:
-            logger.warning("%s", line)
-
-
-async def watch_lease(
-    config: ServerConfig, backend: Backend, server: uvicorn.Server, *, every: float = 1
-) -> None:
-    """Ask the server to exit once idle or out of lease; SkyPilot's autostop does the rest."""
-    started = time.monotonic()
-    while True:
-        await asyncio.sleep(every)
-        now = time.monotonic()
-        if backend.busy:
-            backend.last_activity = now
-        idle = (now - backend.last_activity) / 60
-        if config.exit_when_idle and idle >= config.exit_when_idle:
-            idle = min(idle, minutes_since_pull(Path(config.state_dir)))
-        if config.exit_when_idle and idle >= config.exit_when_idle:
-            logger.warning("exiting: nothing was sampled or trained for %.0f minutes", idle)
-            break
-        if config.max_hours and now - started >= config.max_hours * 3600:
-            logger.warning("exiting: the lease of %s hours is over", config.max_hours)
-            break
-    server.should_exit = True
+        if lease_over:
+            for line in unpulled_warnings(config):
+                logger.warning("%s", line)

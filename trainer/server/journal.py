@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Request:
+class JournaledRequest:
     """A train request as it was journaled, with the exact tokens of its choices."""
 
     step: int
@@ -43,7 +43,7 @@ class Journal:
         self._step: int | None = None
         self._synced = False
 
-    def begin(self, request: Request) -> None:
+    def begin(self, request: JournaledRequest) -> None:
         """Write the request down, durably; only then may it be trained."""
         temporary = self._request.with_suffix(".tmp")
         try:
@@ -72,11 +72,11 @@ class Journal:
         """Whether there is a request whose answer was not delivered."""
         return self._request.is_file()
 
-    def pending(self) -> Request | None:
+    def pending(self) -> JournaledRequest | None:
         """The request whose answer was not delivered, if there is one."""
         return self._read(self._request)
 
-    def unsynced(self) -> Request | None:
+    def unsynced(self) -> JournaledRequest | None:
         """A request whose answer was delivered, but whose checkpoint may be lost."""
         return self._read(self._delivered)
 
@@ -118,16 +118,16 @@ class Journal:
         for path in (self._request, self._delivered, self._rows):
             path.unlink(missing_ok=True)
 
-    def _read(self, path: Path) -> Request | None:
+    def _read(self, path: Path) -> JournaledRequest | None:
         try:
-            request = Request(**parse(path.read_bytes()))
+            request = JournaledRequest(**parse(path.read_bytes()))
         except FileNotFoundError:
             return None
         self._step = request.step
         return request
 
 
-def interrupted(state: Path, base_model: str | None) -> Iterator[Request]:
+def interrupted(state: Path, base_model: str | None) -> Iterator[JournaledRequest]:
     """The steps of `base_model` that a server left unfinished, or not yet safe on the disk."""
     journals = state.glob(f"{MODEL_GLOB}/journal*.json")
     for directory in sorted({path.parent for path in journals}):

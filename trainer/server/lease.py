@@ -1,43 +1,73 @@
-"""The last words of a server whose lease is over: what would be lost with its cluster."""
+"""The lease of a server: when it exits by itself, and which checkpoints are lost if it does."""
 
+import asyncio
+import logging
 import math
 import time
 from pathlib import Path
 
+import uvicorn
+
 from kit.state_dir import CHECKPOINT_GLOB, PULLED, checkpoint_name
+from trainer.config import ServerConfig
+from trainer.server.backend import Backend
+
+logger = logging.getLogger(__name__)
 
 
-def farewell(state: Path, bucket: str | None) -> list[str]:
-    """Lines for the log, none when every checkpoint is safe."""
-    missing = unpulled(state)
-    if not missing:
-        return []
-    what = f"{len(missing)} checkpoint{'s' * (len(missing) > 1)}: {', '.join(missing)}"
-    if bucket:
-        return [f"not pulled, but safe in {bucket}: {what}"]
-    return [
-        f"NOT PULLED, and lost when the cluster is torn down in some minutes: {what}",
-        "bring them home now with `launcher pull`",
-    ]
+async def watch_lease(
+    config: ServerConfig, backend: Backend, server: uvicorn.Server, *, interval: float = 1
+) -> None:
+    """Make the server exit once it is idle or out of lease; SkyPilot's autostop does the rest."""
+    started = time.monotonic()
+    while True:
+        await asyncio.sleep(interval)
+        now = time.monotonic()
+        if backend.busy:
+            backend.last_activity = now
+        idle = (now - backend.last_activity) / 60
+        if config.exit_when_idle and idle >= config.exit_when_idle:
+            idle = min(idle, minutes_since_pull(config.state_path))
+        if config.exit_when_idle and idle >= config.exit_when_idle:
+            logger.warning("exiting: nothing was sampled or trained for %.0f minutes", idle)
+            break
+        if config.max_hours and now - started >= config.max_hours * 3600:
+            logger.warning("exiting: the lease of %s hours is over", config.max_hours)
+            break
+    server.should_exit = True
 
 
 def minutes_since_pull(state: Path) -> float:
-    """Since `launcher pull` last wrote its note, which it does again and again while it runs."""
+    """Minutes since `launcher pull` last wrote its mark, which it repeats while it runs."""
     try:
         return (time.time() - (state / PULLED).stat().st_mtime) / 60
     except OSError:
         return math.inf
 
 
-def unpulled(state: Path) -> list[str]:
-    """Trained checkpoints that nobody has brought home, as PROJECT/NAME/STEP."""
+def unpulled_warnings(config: ServerConfig) -> list[str]:
+    """Log lines about checkpoints that nobody pulled; none if every checkpoint is safe."""
+    names = unpulled_checkpoints(config.state_path)
+    if not names:
+        return []
+    checkpoints = f"{len(names)} checkpoint{'s' * (len(names) > 1)}: {', '.join(names)}"
+    if config.bucket:
+        return [f"not pulled, but safe in {config.bucket}: {checkpoints}"]
+    return [
+        f"NOT PULLED, and lost when the cluster is torn down in a few minutes: {checkpoints}",
+        "save them now with `launcher pull`",
+    ]
+
+
+def unpulled_checkpoints(state: Path) -> list[str]:
+    """Trained checkpoints that are only on this machine, as PROJECT/NAME/STEP."""
     try:
-        safe = set((state / PULLED).read_text().split())
+        pulled = set((state / PULLED).read_text().split())
     except OSError:
-        safe = set()
-    found = [
+        pulled = set()
+    names = [
         checkpoint_name(path)
         for path in sorted(state.glob(CHECKPOINT_GLOB))
-        if path.name.isdigit() and int(path.name) > 0  # step 0 is made, not trained
+        if path.name.isdigit() and int(path.name) > 0  # step 0 is created untrained
     ]
-    return [name for name in found if name not in safe]
+    return [name for name in names if name not in pulled]

@@ -18,7 +18,7 @@ from trainer import checkpoint
 from trainer.config import LoraConfig
 from trainer.engines.engine import SampleRequest
 from trainer.errors import BadRequest, Conflict, NotFound, NotReady, TrainerError
-from trainer.server.journal import Journal, Request
+from trainer.server.journal import Journal, JournaledRequest
 from trainer.server.wire import ModelWire
 
 # `NAME`, `NAME@7`, and what `art.ServerlessBackend` calls them.
@@ -57,7 +57,7 @@ class Model:
     def journal(self) -> Journal:
         return Journal(self.directory)
 
-    def unfinished(self) -> Request | None:
+    def unfinished(self) -> JournaledRequest | None:
         """The request of a step that a killed server left undelivered, or a power cut damaged."""
         if request := self.journal.pending():
             return request

@@ -1,4 +1,4 @@
-"""Numbers of the running server, in Prometheus' text form at `/metrics`."""
+"""Numbers of the running server, in Prometheus' text format at `/metrics`."""
 
 from collections import defaultdict
 
@@ -15,12 +15,12 @@ _HELP = {
 
 
 class Metrics:
-    """Counters and gauges, each with the labels it was given."""
+    """Counters and gauges by name and labels."""
 
     def __init__(self) -> None:
         self._values: dict[str, dict[str, float]] = defaultdict(dict)
 
-    def add(self, name: str, amount: float = 1, **labels: str) -> None:
+    def count(self, name: str, amount: float = 1, **labels: str) -> None:
         values, key = self._values[name], _labels(labels)
         values[key] = values.get(key, 0) + amount
 

@@ -4,108 +4,145 @@ import asyncio
 import logging
 import shutil
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from kit.state_dir import CHECKPOINTS, MODELS, STEP_NAME, model_path, step_name
 from trainer import checkpoint
 from trainer.errors import BadRequest, Conflict, NotFound, Unsupported
-from trainer.server.backend import Backend
-from trainer.server.models import Model
+from trainer.server.admission import Admission
+from trainer.server.models import Model, Models
 from trainer.server.wire import ForkRequest, S3Request
+from trainer.server.workers import Workers
 
 logger = logging.getLogger(__name__)
 
 
-async def keep(backend: Backend, model: Model, steps: Collection[int]) -> list[int]:
-    """Delete every checkpoint but `steps` and the newest, without which the run could not go on."""
-    await _wait_until_idle(backend, model)
-    kept = {*steps, model.step}
-    gone = await asyncio.to_thread(checkpoint.delete, model.checkpoints, kept)
-    await backend.forget(model, gone)
-    return gone
+class Storage:
+    """Changes a model's checkpoints on disk, and keeps the engine in step with them."""
 
+    def __init__(self, models: Models, workers: Workers, admission: Admission) -> None:
+        self._models = models
+        self._workers = workers
+        self._admission = admission
+        self._unloading: set[asyncio.Task[None]] = set()
 
-async def delete_model(backend: Backend, model: Model) -> None:
-    """Remove a model and all its files."""
-    await _wait_until_idle(backend, model)
-    await backend.forget(model, list(model.steps))
-    backend.models.remove(model)
-    await asyncio.to_thread(shutil.rmtree, model.directory, ignore_errors=True)
+    async def keep(self, model: Model, steps: Collection[int]) -> list[int]:
+        """Delete all checkpoints except `steps` and the newest, which the run continues from."""
+        await self._wait_until_idle(model)
+        kept = {*steps, model.step}
+        gone = await asyncio.to_thread(checkpoint.delete, model.checkpoints, kept)
+        self._forget(model, gone)
+        return gone
 
+    async def delete_model(self, model: Model) -> None:
+        """Remove a model and all its files."""
+        await self._wait_until_idle(model)
+        self._forget(model, list(model.steps))
+        self._models.remove(model)
+        await asyncio.to_thread(shutil.rmtree, model.directory, ignore_errors=True)
 
-async def fork(backend: Backend, model: Model, request: ForkRequest) -> None:
-    """Begin `model` with a checkpoint of another run, whose step it then has."""
-    await _wait_until_idle(backend, model)
-    project = request.from_project or model.project
-    with tempfile.TemporaryDirectory() as temporary:
-        source = model_path(backend.models.state, project, request.from_model)
-        if request.from_s3_bucket:
-            source = Path(temporary)
-            s3 = _s3_path(request.from_s3_bucket, request.prefix, project, request.from_model)
-            target = str(source / CHECKPOINTS)
-            await _aws("s3", "sync", f"{s3}/{CHECKPOINTS}", target, verbose=request.verbose)
-        step = await asyncio.to_thread(
-            _newest, source / CHECKPOINTS, request.not_after_step, request.from_model
-        )
-        if step <= model.step:
-            raise Conflict(
-                f"Model `{model.name}` is at step `{model.step}`, the fork would be at `{step}`",
-                hint="Fork into a new model",
+    async def fork(self, model: Model, request: ForkRequest) -> None:
+        """Begin `model` with a checkpoint of another run, whose step it then has."""
+        await self._wait_until_idle(model)
+        project = request.from_project or model.project
+        with tempfile.TemporaryDirectory() as temporary:
+            source = model_path(self._models.state, project, request.from_model)
+            if request.from_s3_bucket:
+                source = Path(temporary)
+                s3 = _s3_path(request.from_s3_bucket, request.prefix, project, request.from_model)
+                target = str(source / CHECKPOINTS)
+                await _aws("s3", "sync", f"{s3}/{CHECKPOINTS}", target, verbose=request.verbose)
+            step = await asyncio.to_thread(
+                _newest, source / CHECKPOINTS, request.not_after_step, request.from_model
             )
-        path = checkpoint.path_of(source / CHECKPOINTS, step)
-        lora = model.lora.model_dump(mode="json", exclude={"seed"})
-        about = await asyncio.to_thread(checkpoint.verify, path)
-        if about.get("base_model") != backend.models.base_model or about.get("lora") != lora:
-            raise Conflict(
-                f"Checkpoint `{step}` of `{request.from_model}` has another base model or LoRA",
-                hint="Fork from a run with the same base model and `peft_args`",
-            )
-        await asyncio.to_thread(checkpoint.fork, path, model.checkpoints)
-    await backend.adopt(model)
+            if step <= model.step:
+                raise Conflict(
+                    f"Model `{model.name}` is at step `{model.step}`; the fork is at `{step}`",
+                    hint="Fork into a new model",
+                )
+            path = checkpoint.path_of(source / CHECKPOINTS, step)
+            lora = model.lora.model_dump(mode="json", exclude={"seed"})
+            about = await asyncio.to_thread(checkpoint.verify, path)
+            if about.get("base_model") != self._models.base_model or about.get("lora") != lora:
+                raise Conflict(
+                    f"Checkpoint `{step}` of `{request.from_model}` has another base model or LoRA",
+                    hint="Fork from a run with the same base model and `peft_args`",
+                )
+            await asyncio.to_thread(checkpoint.fork, path, model.checkpoints)
+        await self._adopt(model)
 
-
-async def push(backend: Backend, model: Model, request: S3Request) -> None:
-    """Copy the model's directory to S3, as ART lays it out there."""
-    if request.only_step is not None:
-        raise BadRequest("A push has no `only_step`", hint="Remove it; it is for pulls")
-    s3 = _s3_path(request.s3_bucket, request.prefix, model.project, model.name)
-    # What is half made, or only means something to this server, stays here.
-    flags = ["--exclude", "journal*", "--exclude", f"{CHECKPOINTS}/.*"]
-    await _aws(
-        "s3",
-        "sync",
-        str(model.directory),
-        s3,
-        *flags,
-        *_delete_flag(request),
-        verbose=request.verbose,
-    )
-
-
-async def pull(backend: Backend, model: Model, request: S3Request) -> None:
-    """Copy the model's directory from S3 and go on from its newest whole checkpoint."""
-    await _wait_until_idle(backend, model)
-    s3 = _s3_path(request.s3_bucket, request.prefix, model.project, model.name)
-    local = str(model.directory)
-    if request.only_step is None:
-        await _aws("s3", "sync", s3, local, *_delete_flag(request), verbose=request.verbose)
-    else:
-        step = request.only_step
-        wanted = step_name(step) if isinstance(step, int) else await _latest_on_s3(s3)
-        target = f"{local}/{CHECKPOINTS}/{wanted}"
+    async def push(self, model: Model, request: S3Request) -> None:
+        """Copy the model's directory to S3, as ART lays it out there."""
+        if request.only_step is not None:
+            raise BadRequest("A push has no `only_step`", hint="Remove it; it is for pulls")
+        s3 = _s3_path(request.s3_bucket, request.prefix, model.project, model.name)
+        # What is half made, or only means something to this server, stays here.
+        flags = ["--exclude", "journal*", "--exclude", f"{CHECKPOINTS}/.*"]
         await _aws(
-            *("s3", "sync", f"{s3}/{CHECKPOINTS}/{wanted}", target, *_delete_flag(request)),
+            "s3",
+            "sync",
+            str(model.directory),
+            s3,
+            *flags,
+            *_delete_flag(request),
             verbose=request.verbose,
         )
-        if not Path(target).is_dir():
-            raise NotFound(f"There is no step `{wanted}` in `{s3}`", hint="Check the step")
-    await backend.adopt(model)
-    if not model.steps:
-        raise NotFound(
-            f"`{s3}` holds no checkpoint that this server can use",
-            hint="Push it from a run of this server: a checkpoint needs its `manifest.json`",
-        )
+
+    async def pull(self, model: Model, request: S3Request) -> None:
+        """Copy the model's directory from S3 and go on from its newest whole checkpoint."""
+        await self._wait_until_idle(model)
+        s3 = _s3_path(request.s3_bucket, request.prefix, model.project, model.name)
+        local = str(model.directory)
+        if request.only_step is None:
+            await _aws("s3", "sync", s3, local, *_delete_flag(request), verbose=request.verbose)
+        else:
+            step = request.only_step
+            wanted = step_name(step) if isinstance(step, int) else await _latest_on_s3(s3)
+            target = f"{local}/{CHECKPOINTS}/{wanted}"
+            await _aws(
+                *("s3", "sync", f"{s3}/{CHECKPOINTS}/{wanted}", target, *_delete_flag(request)),
+                verbose=request.verbose,
+            )
+            if not Path(target).is_dir():
+                raise NotFound(f"There is no step `{wanted}` in `{s3}`", hint="Check the step")
+        await self._adopt(model)
+        if not model.steps:
+            raise NotFound(
+                f"`{s3}` holds no checkpoint that this server can use",
+                hint="Push it from a run of this server: a checkpoint needs its `manifest.json`",
+            )
+
+    async def _wait_until_idle(self, model: Model) -> None:
+        """Until nothing of the model's newest step is under way; a step that trains is refused."""
+        training = self._admission.newest(model)
+        if training and not training.done:
+            raise Conflict(
+                f"Model `{model.name}` is training", hint="Wait for the step to end, then try again"
+            )
+        if training:
+            await training.synced()  # it could be made again only from the checkpoint before it
+
+    async def _adopt(self, model: Model) -> None:
+        """Serve the newest checkpoint on disk, after others were put there."""
+        await asyncio.to_thread(model.read_steps)
+        if model.prepared and model.steps:
+            async with self._workers.gate.sampling():  # the engine may sleep while a step trains
+                await self._workers.load(model, model.step)
+
+    def _forget(self, model: Model, steps: Iterable[int]) -> None:
+        """Stop serving `steps`; requests that sample from them finish first, in the background."""
+        for step in steps:
+            model.steps.pop(step, None)
+            task = asyncio.create_task(self._unload(model, step))
+            self._unloading.add(task)
+            task.add_done_callback(self._unloading.discard)
+
+    async def _unload(self, model: Model, step: int) -> None:
+        while model.sampling[step]:
+            await asyncio.sleep(0.1)
+        if step not in model.steps:
+            await self._workers.unload(model, step)
 
 
 async def _latest_on_s3(s3: str) -> str:
@@ -115,17 +152,6 @@ async def _latest_on_s3(s3: str) -> str:
     if not steps:
         raise NotFound(f"There is no checkpoint in `{s3}`", hint="Check the bucket and the prefix")
     return max(steps, key=int)
-
-
-async def _wait_until_idle(backend: Backend, model: Model) -> None:
-    """Until nothing of the model's newest step is under way; a step that trains is refused."""
-    training = backend.trainings.of(model)
-    if training and not training.done:
-        raise Conflict(
-            f"Model `{model.name}` is training", hint="Wait for the step to end, then try again"
-        )
-    if training:
-        await training.synced()  # it could be made again only from the checkpoint before it
 
 
 def _newest(checkpoints: Path, not_after: int | None, name: str) -> int:

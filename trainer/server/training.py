@@ -1,55 +1,38 @@
 """One training step as a transaction: journal, train, checkpoint, load, advance.
 
-`kill -9` of the server or of a worker at any point changes nothing: the journaled request is
-trained again from the checkpoint before it, and gives the same one. Nor does a power cut: the
-checkpoint is synced while the next rollouts run, and its request stays in the journal until then.
+`kill -9` of the server or a worker changes nothing at any point: the journaled request is trained
+again from the checkpoint before it, with the same result. A power cut changes nothing either: the
+checkpoint is synced while the next rollouts run, and the journal keeps its request until then.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 
 from kit.types import Json
 from trainer import checkpoint, faults
 from trainer.config import read_step_config
 from trainer.errors import OutOfMemory, TrainerError, WorkerDied
-from trainer.learner.process import LearnerProcess
-from trainer.server import history
-from trainer.server.gate import Gate
-from trainer.server.journal import Request
-from trainer.server.ledger import choices_of
+from trainer.server.journal import JournaledRequest
 from trainer.server.models import Model
-from trainer.server.prometheus import Metrics
-from trainer.server.wandb_reports import Reports
+from trainer.server.reports import Reports
+from trainer.server.workers import Workers
 
 logger = logging.getLogger(__name__)
-ATTEMPTS = 3  # a learner that dies so often on one request would die on it for ever
+ATTEMPTS = 3  # a request that kills the learner this often would always kill it
 
 
 class Training:
-    """A step under way: it goes on whether or not a client listens to its rows."""
+    """A step under way. It continues whether or not a client reads its rows."""
 
     def __init__(
-        self,
-        model: Model,
-        request: Request,
-        learner: LearnerProcess,
-        gate: Gate,
-        load: Callable[[Model, int], Awaitable[None]],
-        check: Callable[[Model], Awaitable[dict[str, float]]],
-        make_room: Callable[[], Awaitable[bool]],
-        metrics: Metrics,
-        reports: Reports,
+        self, model: Model, request: JournaledRequest, workers: Workers, reports: Reports
     ) -> None:
         self.model = model
         self.request = request
-        self._learner = learner
-        self._gate = gate
-        self._load = load
-        self._check = check
-        self._make_room = make_room
-        self._metrics = metrics
+        self._workers = workers
+        self._learner = workers.learner
         self._reports = reports
         self._rows: list[Json] = []
         self._times: dict[str, float] = {}
@@ -60,88 +43,88 @@ class Training:
         self._tasks = [asyncio.create_task(self._run())]
 
     @property
-    def told(self) -> list[Json]:
-        """The rows of metrics so far."""
+    def rows_so_far(self) -> list[Json]:
         return self._rows
 
     @property
     def error(self) -> Exception | None:
-        """What ended the step, where it ended badly."""
+        """The error that ended the step, or None."""
         return self._error
 
     async def cancel(self) -> None:
-        """Only for a server that stops: the journal keeps the request."""
+        """Stop, because the server stops: the journal keeps the request."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def wait(self) -> None:
-        """Until the step is served; raises what ended it otherwise."""
+        """Wait until the step is served, and raise the error that ended it otherwise."""
         async for _ in self.rows():
             pass
 
     async def synced(self) -> None:
-        """Until the step, if it was made, outlives a power cut."""
+        """Wait until a finished step survives a power cut."""
         if self._syncing and self._syncing.done() and self._syncing.exception():
             self._start_sync()  # the disk may have room again
         if self._syncing:
             await asyncio.shield(self._syncing)
 
     async def rows(self) -> AsyncIterator[Json]:
-        """The rows of metrics from the first on, however late one asks."""
-        told = 0
-        while not self.done or told < len(self._rows):
-            await self._news(told)
-            # After a second attempt the rows begin anew; they are the same ones.
-            fresh = self._rows[told:]
-            told += len(fresh)
-            for row in fresh:
+        """Yield every row of metrics from the first on, even if the step is over already."""
+        count = 0
+        while not self.done or count < len(self._rows):
+            await self._wait_for_row(count)
+            # A second attempt starts the rows over, with the same values.
+            new = self._rows[count:]
+            count += len(new)
+            for row in new:
                 yield row
         if self._error:
             raise self._error
 
-    async def _news(self, told: int) -> None:
+    async def _wait_for_row(self, index: int) -> None:
         async with self._changed:
-            await self._changed.wait_for(lambda: self.done or len(self._rows) > told)
+            await self._changed.wait_for(lambda: self.done or len(self._rows) > index)
 
     async def _run(self) -> None:
         started = time.monotonic()
         try:
             faults.reached("server-journaled")
-            async with self._gate.training():
+            async with self._workers.gate.training():
                 try:
-                    step = await self._train_until_made()
-                except Exception:  # not when the server stops, which waits for nothing
-                    await self._give_room_back()
+                    step = await self._train_with_retries()
+                except Exception:  # not CancelledError: a server that stops waits for nothing
+                    await self._release_memory()
                     raise
-                await self._give_room_back()
+                await self._release_memory()
                 faults.reached("server-trained")
                 trained = time.monotonic()
                 await self._serve(step)
                 self._times["time/load_s"] = time.monotonic() - trained
-                self.model.step = step  # served, and only then
+                self.model.step = step  # only once it is served
                 faults.reached("server-advanced")
             self._start_sync()
-            self._tell(time.monotonic() - started)
-            self._tasks.append(asyncio.create_task(self._compare()))
+            self._times["time/step_s"] = time.monotonic() - started
+            self._tasks.append(asyncio.create_task(self._check()))
+            self._reports.step_served(self.model, self.request, self._rows, self._times)
         except Exception as error:
-            logger.error("training %s failed: %s", self.model.key, error)
-            self._metrics.add("art_failed_steps_total", model=self.model.key)
-            self.model.discard(self.request.step)  # else the next request would find it made
+            self._reports.step_failed(self.model, error)
+            # Otherwise the next request would take this checkpoint for its own.
+            self.model.discard(self.request.step)
             self.model.journal.forget()
             self._error = error
         finally:
             self.done = True
             await self._notify()
 
-    async def _train_until_made(self) -> int:
-        """Train, and again after what may pass: a death, or a step that did not fit the GPU.
+    async def _train_with_retries(self) -> int:
+        """Train, and retry if the learner dies or the step does not fit the GPU.
 
-        Of such a step the learner keeps less the next time; if that is not enough, the engine
-        sleeps meanwhile, then and in later steps.
+        The learner keeps less in memory at the second attempt. If that is not enough, the engine
+        sleeps during this step and all later ones.
         """
         if self._learner.crowded:
-            self._learner.crowded = await self._make_room()
+            self._learner.crowded = await self._workers.make_room()
         for attempt in range(1, ATTEMPTS):
             try:
                 return await self._train()
@@ -149,29 +132,29 @@ class Training:
                 logger.warning("training again after: %s", error.message)
             except OutOfMemory as error:
                 if attempt > 1:
-                    self._learner.crowded = await self._make_room()
+                    self._learner.crowded = await self._workers.make_room()
                     if not self._learner.crowded:
                         raise
                 logger.warning("training again after: %s", error.message)
         return await self._train()
 
-    async def _give_room_back(self) -> None:
+    async def _release_memory(self) -> None:
         if self._learner.crowded:
             await self._learner.release()
 
     async def _serve(self, step: int) -> None:
-        """Load a step; where the engine finds too little room again, the learner ends first."""
+        """Load a step; if the engine lacks the memory to wake up, stop the learner first."""
         try:
-            await self._load(self.model, step)
+            await self._workers.load(self.model, step)
         except TrainerError as error:
             if not self._learner.crowded:
                 raise
-            logger.warning("the learner is started again, for the engine: %s", error.message)
+            logger.warning("restarting the learner to free memory: %s", error.message)
             await self._learner.stop()
-            await self._load(self.model, step)
+            await self._workers.load(self.model, step)
 
     async def _train(self) -> int:
-        """Train once and return the step; one that reached its checkpoint is not trained again."""
+        """Train once and return the step; a step that has its checkpoint is not trained again."""
         if await asyncio.to_thread(self.model.has_whole, self.request.step):
             self.model.add_step(self.request.step)
             self._rows = self.model.journal.rows()
@@ -207,46 +190,12 @@ class Training:
         await asyncio.to_thread(checkpoint.sync, self.model.path(self.request.step))
         self.model.journal.synced()
 
-    async def _compare(self) -> None:
-        """Check the engine against the learner, as a rollout: the next step waits for its end."""
+    async def _check(self) -> None:
+        """Compare engine and learner. It samples, so the next step waits until it ends."""
         try:
-            async with self._gate.sampling():
-                found = await self._check(self.model)
-        except Exception as error:  # the step stands; only its check is missing
+            async with self._workers.gate.sampling():
+                found = await self._workers.check(self.model)
+        except Exception as error:  # the step is served all the same
             logger.warning("step %s was not checked: %s", self.model.step, error)
             return
-        difference = found["canary/logprob_difference"]
-        self._metrics.set("art_canary_logprob_difference", difference, model=self.model.key)
-        history.append(self.model.directory, {"step": self.model.step, **found})
-        self._reports.add(self.model.project, self.model.name, self.model.step, found)
-
-    def _tell(self, seconds: float) -> None:
-        """Log the step, count it, and append its means to the run's history."""
-        model = self.model
-        logger.info("%s is at step %s after %.1f s", model.key, model.step, seconds)
-        means = {
-            name: sum(values) / len(values)
-            for name in sorted({name for row in self._rows for name in row})
-            if (values := [row[name] for row in self._rows if name in row])
-        }
-        self._metrics.add("art_steps_total", model=model.key)
-        self._metrics.add("art_retokenized_total", means.get("data/retokenized", 0))
-        self._metrics.set("art_step", model.step, model=model.key)
-        self._metrics.set("art_train_seconds", seconds, model=model.key)
-        rewards = [
-            trajectory["reward"]
-            for group in self.request.groups
-            for trajectory in group.get("trajectories") or []
-            if self.request.config.get("kind") != "sft"  # there rewards mean nothing
-        ]
-        line = {**means, "time/step_s": seconds, **self._times}
-        line["data/step_num_truncated"] = sum(
-            choice.get("finish_reason") == "length" for choice in choices_of(self.request.groups)
-        )
-        if rewards:
-            line["train/reward"] = sum(rewards) / len(rewards)
-        try:
-            history.append(model.directory, {"step": model.step, **line})
-        except OSError as error:  # the step is served, and stands
-            logger.error("step %s is not in the history: %s", model.step, error)
-        self._reports.add(model.project, model.name, model.step, line)
+        self._reports.step_checked(self.model, found)

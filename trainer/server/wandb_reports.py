@@ -1,7 +1,7 @@
-"""Metrics of every model to Weights & Biases, where its key is set: a run for each model.
+"""Sends metrics to Weights & Biases if its key is set, with one W&B run for each model.
 
-wandb lives in a process of its own (`wandb_worker`). It may be slow, its service away or its key
-wrong: rows wait for it in a queue, steps never do.
+wandb has its own process (`wandb_worker`). It may be slow, its service down or its key wrong:
+rows wait for it in a queue, steps never do.
 """
 
 import asyncio
@@ -19,17 +19,17 @@ from trainer.errors import TrainerError
 from trainer.processes.worker import Worker
 
 logger = logging.getLogger(__name__)
-PATIENCE = 10.0  # seconds that a server which stops gives the last rows
+PATIENCE = 10.0  # seconds that a stopping server waits for the last rows
 
 
-class Reports:
-    """Takes rows at once and sends them behind everyone's back. Without a key it does nothing."""
+class WandbReports:
+    """Queues rows and sends them in the background. Without a key it does nothing."""
 
     def __init__(self, key: str | None, state: Path) -> None:
         if key and not is_installed():
             logger.warning(
-                "`WANDB_API_KEY` is set but `wandb` is not installed here: metrics go to "
-                "`history.jsonl` alone; `pip install wandb` brings them to W&B"
+                "`WANDB_API_KEY` is set but `wandb` is not installed: metrics only go to "
+                "`history.jsonl`; to send them to W&B too, run `pip install wandb`"
             )
             key = None
         self._key = key
@@ -39,10 +39,10 @@ class Reports:
         )
         self._rows: asyncio.Queue[Json] = asyncio.Queue()
         self._sending: asyncio.Task[None] | None = None
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
-    def add(self, project: str, name: str, step: int, numbers: Mapping[str, Any]) -> None:
-        """Report `numbers` of a model's step; what is no finite number is left out."""
+    def send(self, project: str, name: str, step: int, numbers: Mapping[str, Any]) -> None:
+        """Queue the `numbers` of a model's step; values that are not finite numbers are skipped."""
         if self._key is None:
             return
         finite = {
@@ -53,10 +53,10 @@ class Reports:
         row = {"project": project, "name": name, "numbers": {**finite, "training_step": step}}
         self._rows.put_nowait(row)
         if self._sending is None:
-            self._sending = asyncio.create_task(self._send())
+            self._sending = asyncio.create_task(self._send_rows())
 
     async def stop(self) -> None:
-        """Send what is left, for as long as `PATIENCE` lasts."""
+        """Send the remaining rows, for at most `PATIENCE` seconds."""
         sending, self._sending = self._sending, None
         if sending is None:
             return
@@ -67,7 +67,7 @@ class Reports:
         sending.cancel()
         await self._worker.stop()
 
-    async def _send(self) -> None:
+    async def _send_rows(self) -> None:
         while True:
             row = await self._rows.get()
             try:
@@ -77,21 +77,20 @@ class Reports:
                 place = await self._worker.call(
                     "log", key=self._key, directory=str(self._state), **row
                 )
-                self._tell(f"{row['project']}/{row['name']} at W&B: {place}", logging.INFO)
+                self._log_once(f"{row['project']}/{row['name']} at W&B: {place}", logging.INFO)
             except (TrainerError, OSError) as error:
                 cause = error.message if isinstance(error, TrainerError) else str(error)
-                self._tell(f"metrics do not reach W&B: {cause}", logging.WARNING)
+                self._log_once(f"metrics do not reach W&B: {cause}", logging.WARNING)
             finally:
                 self._rows.task_done()
 
-    def _tell(self, message: str, level: int) -> None:
-        """Once: the same holds for every step."""
-        if message not in self._told:
-            self._told.add(message)
+    def _log_once(self, message: str, level: int) -> None:
+        if message not in self._logged:
+            self._logged.add(message)
             logger.log(level, "%s", message)
 
 
 def is_installed() -> bool:
-    """Whether there is a wandb. A directory of that name, where wandb keeps its runs, is none."""
+    """Whether wandb can be imported. A directory `wandb` that holds its runs does not count."""
     found = importlib.util.find_spec("wandb")
     return found is not None and found.origin is not None

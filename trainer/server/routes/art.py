@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 from kit.types import Json
 from trainer import checkpoint, faults
 from trainer.errors import Unsupported
-from trainer.server import history, storage
+from trainer.server import history
 from trainer.server.backend import Backend
 from trainer.server.client_settings import inference_key
 from trainer.server.large_bodies import large
@@ -74,11 +74,11 @@ def routes(backend: Backend) -> APIRouter:
         found = backend.models.get(model)
         values = history.smoothed(found.directory, benchmark, benchmark_smoothing)
         steps = checkpoint.steps_to_keep(found.steps, last=1, metrics=values, best=1)
-        await storage.keep(backend, found, steps)
+        await backend.storage.keep(found, steps)
 
     @router.post("/_delete_checkpoint_files")
     async def delete_checkpoint_files(body: KeepRequest) -> None:
-        await storage.keep(backend, backend.models.get(body.model), body.steps_to_keep)
+        await backend.storage.keep(backend.models.get(body.model), body.steps_to_keep)
 
     @router.post("/close")
     async def close() -> None:
@@ -92,15 +92,15 @@ def _add_experimental(router: APIRouter, backend: Backend) -> None:
     @router.post("/_experimental_fork_checkpoint")
     async def fork(body: ForkRequest) -> None:
         await backend.prepare(body.model)
-        await storage.fork(backend, backend.models.get(body.model), body)
+        await backend.storage.fork(backend.models.get(body.model), body)
 
     @router.post("/_experimental_push_to_s3")
     async def push(body: S3Request) -> None:
-        await storage.push(backend, backend.models.get(body.model), body)
+        await backend.storage.push(backend.models.get(body.model), body)
 
     @router.post("/_experimental_pull_from_s3")
     async def pull(body: S3Request) -> None:
-        await storage.pull(backend, backend.models.get(body.model), body)
+        await backend.storage.pull(backend.models.get(body.model), body)
 
     @router.post("/_experimental_deploy")
     async def deploy(body: DeployRequest) -> None:

@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends, Query
 from kit.errors import KitError
 from kit.types import Json
 from trainer.errors import BadRequest, Conflict, NotFound
-from trainer.server import history, storage
+from trainer.server import history
 from trainer.server.backend import Backend
 from trainer.server.large_bodies import large
 from trainer.server.models import Model
@@ -70,7 +70,7 @@ def _add_models(router: APIRouter, backend: Backend) -> None:
 
     @router.delete("/models/{model_id}")
     async def delete(model_id: str) -> None:
-        await storage.delete_model(backend, _model(backend, model_id))
+        await backend.storage.delete_model(_model(backend, model_id))
 
     @router.post("/models/{model_id}/log")
     async def log(model_id: str, body: Annotated[LogGroups, Depends(large(LogGroups))]) -> None:
@@ -105,7 +105,7 @@ def _add_checkpoints(router: APIRouter, backend: Backend) -> None:
                 hint="Keep it, or delete the model",
             )
         missing = [step for step in body.steps if step not in model.steps]
-        gone = await storage.keep(backend, model, set(model.steps) - set(body.steps))
+        gone = await backend.storage.keep(model, set(model.steps) - set(body.steps))
         return {"deleted_count": len(gone), "not_found_steps": missing}
 
 
@@ -153,7 +153,7 @@ def _add_jobs(router: APIRouter, backend: Backend) -> None:
 
 def _events(backend: Backend, model: Model, step: int) -> list[Json]:
     """What happened so far. The first event, which the client needs first, tells the length."""
-    training = backend.trainings.of(model)
+    training = backend.admission.newest(model)
     if training is None or training.request.step != step:
         if step > model.step:
             raise NotFound(
@@ -164,7 +164,7 @@ def _events(backend: Backend, model: Model, step: int) -> list[Json]:
             ("training_ended", {}),
         ]
         return [_event(number, *kind) for number, kind in enumerate(kinds)]
-    rows = list(training.told)
+    rows = list(training.rows_so_far)
     found: list[tuple[str, Json]] = []
     if rows or training.done:
         count = int(rows[0]["num_gradient_steps"]) if rows else 0

@@ -1,0 +1,134 @@
+"""The answer of a chat completion, as OpenAI's clients read it."""
+
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+
+from kit.types import Json
+from trainer.engines.engine import Delta
+from trainer.exact_tokens import PREFIX
+from trainer.server.chat import ChatRequest
+from trainer.server.tool_calls import ToolCallParser
+
+Deltas = AsyncGenerator[tuple[int, Delta], None]
+"""The deltas of one request, each with the policy step that sampled it."""
+
+
+class ChatAnswer:
+    """Builds OpenAI's JSON from the deltas of one request, whole or chunk by chunk.
+
+    Exact tokens and their logprobs are always included, requested or not.
+    """
+
+    def __init__(self, request: ChatRequest, prompt_ids: list[int]) -> None:
+        self._request = request
+        self._prompt_ids = prompt_ids
+        self._step = 0
+        self._head: Json = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": request.model,
+        }
+        self._first: Json = {}
+        """The chunk that begins a stream."""
+        self._choices: dict[int, Delta] = {}
+        self._parsers: dict[int, ToolCallParser] = {}
+
+    def add(self, step: int, delta: Delta) -> Json:
+        """Add a delta that policy step `step` sampled, and return its chunk of a stream."""
+        self._step = step
+        first = delta.index not in self._choices
+        parser = self._parsers.setdefault(delta.index, ToolCallParser())
+        if self._request.tools:
+            delta.text = parser.add(delta.text) + (parser.finish() if delta.finish_reason else "")
+        self._choices.setdefault(delta.index, Delta(delta.index)).extend(delta)
+        message: Json = {"role": "assistant"} if first else {}
+        message["content"] = delta.text
+        if delta.finish_reason and parser.calls:
+            message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(parser.calls)]
+        chunk = self._object("chat.completion.chunk")
+        if first and len(self._choices) == 1:
+            chunk["prompt_token_ids"] = self._prompt_ids
+        return {**chunk, "choices": [{**self._tokens(delta), "delta": message}]}
+
+    async def read(self, deltas: Deltas) -> None:
+        """Add all deltas, or the first one of a stream, so that errors come before its status."""
+        if self._request.stream:
+            self._first = self.add(*await anext(deltas))
+            return
+        async with aclosing(deltas):
+            async for step, delta in deltas:
+                self.add(step, delta)
+
+    async def events(
+        self, deltas: Deltas, before_end: Callable[[], None]
+    ) -> AsyncGenerator[str, None]:
+        """Yield the events of a stream after `read`, and call `before_end` before the last one."""
+        yield _event(self._first)
+        async for step, delta in deltas:
+            yield _event(self.add(step, delta))
+        before_end()
+        if (self._request.stream_options or {}).get("include_usage"):
+            chunk = self._object("chat.completion.chunk")
+            yield _event({**chunk, "choices": [], "usage": self._usage()})
+        yield "data: [DONE]\n\n"
+
+    def whole(self) -> Json:
+        """The answer to a request that does not stream."""
+        return {
+            **self._object("chat.completion"),
+            "prompt_token_ids": self._prompt_ids,
+            "choices": self._whole_choices(),
+            "usage": self._usage(),
+        }
+
+    def conversation(self) -> Json:
+        """The messages and their answer, as the record of a rollout keeps them."""
+        return {
+            "model": self._request.model,
+            "policy_step": self._step,
+            "created": time.time(),
+            "messages": self._request.messages,
+            "tools": self._request.tools,
+            "choices": self._whole_choices(),
+        }
+
+    def _whole_choices(self) -> list[Json]:
+        choices = []
+        for index, choice in sorted(self._choices.items()):
+            message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
+            if calls := self._parsers[index].calls:
+                message.update(content=choice.text or None, tool_calls=calls)
+            choices.append({**self._tokens(choice), "message": message})
+        return choices
+
+    def _object(self, kind: str) -> Json:
+        return {**self._head, "object": kind, "policy_step": self._step}
+
+    def _usage(self) -> Json:
+        prompt = len(self._prompt_ids)
+        completion = sum(len(choice.token_ids) for choice in self._choices.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+        }
+
+    def _tokens(self, delta: Delta) -> Json:
+        content: list[Json] = [
+            {"token": f"{PREFIX}{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
+            for token, logprob in zip(delta.token_ids, delta.logprobs, strict=True)
+        ]
+        called = delta.finish_reason == "stop" and self._parsers[delta.index].calls
+        return {
+            "index": delta.index,
+            "finish_reason": "tool_calls" if called else delta.finish_reason,
+            "token_ids": delta.token_ids,
+            "logprobs": {"content": content, "refusal": None},
+        }
+
+
+def _event(value: Json) -> str:
+    return f"data: {json.dumps(value)}\n\n"
