@@ -1,4 +1,4 @@
-"""Whether the guide worked: `check.py CONTROL_URL OPENAI_URL STEPS`; exits 1 with the reason."""
+"""Check that the guide trained: `check.py CONTROL_URL OPENAI_URL STEPS`; exit 1 if it did not."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ def post(url: str, body: Any) -> Any:
 
 
 def logprob(openai: str, model: str) -> float:
-    """Of the likeliest first token: other weights give another one."""
+    """Return the logprob of the likeliest first token, which differs between weights."""
     messages = [{"role": "user", "content": "What is 6 + 6?"}]
     body = {"model": model, "messages": messages, "max_tokens": 1, "temperature": 0}
     answer = post(f"{openai}/v1/chat/completions", body)
@@ -29,12 +29,12 @@ def main(control: str, openai: str, steps: str) -> None:
     try:
         step = post(f"{control}/_get_step", {"project": PROJECT, "name": NAME})
     except urllib.error.HTTPError as error:
-        sys.exit(f"error: {json.load(error)['detail']}: see NAT's output above")
+        sys.exit(f"error: {json.load(error)['detail']}; see NAT's output above")
     if step < int(steps):
-        sys.exit(f"error: the run is at step {step}, not {steps}: see NAT's output above")
+        sys.exit(f"error: the run is at step {step}, not {steps}; see NAT's output above")
     before, after = logprob(openai, f"{NAME}@0"), logprob(openai, f"{NAME}@{step}")
     if before == after:
-        sys.exit(f"error: the weights of step {step} are those of step 0: no group could teach")
+        sys.exit(f"error: the weights of step {step} equal those of step 0: no group had a signal")
     sys.stdout.write(f"trained to step {step}; a logprob went from {before:.5f} to {after:.5f}\n")
 
 

@@ -1,8 +1,8 @@
-"""The agent: one call of the model, after one solved puzzle that shows the form of an answer."""
+"""The agent: one call of the model, with one solved puzzle as an example of the format."""
 
 from typing import Any
 
-# A smaller puzzle, without the clues that rule options out.
+# A simpler puzzle, without clues that rule options out.
 SHOWN = (
     "The murderer was Martin. The axe killed him. He died in the cellar. It happened at tea.\n"
     "Who, weapon, room, time?"
@@ -11,7 +11,7 @@ SOLVED = "A: Martin\nB: axe\nC: cellar\nD: tea"
 
 
 async def solve(example: Any, llm: Any, shown: bool = True, max_tokens: int = 24) -> str:
-    """Answer one puzzle. The larger sizes need no example but more tokens."""
+    """Answer one puzzle. Larger sizes need more tokens, but no solved puzzle."""
     messages = [{"role": "user", "content": example.question}]
     if shown:
         messages = [

@@ -1,8 +1,8 @@
-"""Make Temporal Clue puzzles: seeded, of any size, each proven by a solver to have one answer.
+"""Generate Temporal Clue puzzles. A solver proves that each has exactly one answer.
 
     python -m examples.temporal_clue.generate --size tiny --count 144 --seed 1 > train.jsonl
 
-The same seed gives the same file.
+The same seed always gives the same file.
 """
 
 import json
@@ -13,19 +13,19 @@ from typing import Any
 
 import click
 
-from examples.temporal_clue.puzzle import LETTERS, NAMES, SIZES, Clue, Size, World, ask
+from examples.temporal_clue.puzzle import LETTERS, NAMES, SIZES, Clue, Size, World, puzzle_text
 from examples.temporal_clue.solver import Solver
 
 
 def puzzles(size: Size, count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """`count` puzzles as rows of a dataset; each is drawn from its own seed."""
+    """Yield `count` puzzles as rows of a dataset, each generated from its own seed."""
     solver = Solver(size)
     for number in range(count):
-        chance = random.Random(f"{size.name}/{seed}/{number}")
-        world, clues = draw(size, chance, solver)
+        rng = random.Random(f"{size.name}/{seed}/{number}")
+        world, clues = draw(size, rng, solver)
         yield {
             "id": f"{size.name}-{seed}-{number}",
-            "question": ask(world, clues),
+            "question": puzzle_text(world, clues),
             "answer": world.answer,
             "options": dict(zip(LETTERS, world.options.values(), strict=False)),
             "clues": [[clue.kind, *clue.about] for clue in clues],
@@ -33,26 +33,26 @@ def puzzles(size: Size, count: int, seed: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def draw(size: Size, chance: random.Random, solver: Solver) -> tuple[World, list[Clue]]:
-    """A world, and clues that prove its answer and need not all be needed."""
-    world = _world(size, chance)
-    clues = _deduction(world, chance, solver) if size.moves else _lookup(world)
-    chance.shuffle(clues)
+def draw(size: Size, rng: random.Random, solver: Solver) -> tuple[World, list[Clue]]:
+    """Draw a world, and clues that allow only its answer."""
+    world = _world(size, rng)
+    clues = _deduction(world, rng, solver) if size.moves else _lookup(world)
+    rng.shuffle(clues)
     if not (solver.fits(clues, world.case) and solver.is_unique(clues, world.case)):
-        raise AssertionError("a puzzle that is not unique was drawn")
+        raise AssertionError("the puzzle does not have exactly one answer")
     return world, clues
 
 
-def _world(size: Size, chance: random.Random) -> World:
-    options = {kind: chance.sample(NAMES[kind], n) for kind, n in size.options.items()}
-    # Times are told in their order; who reads a puzzle expects it.
+def _world(size: Size, rng: random.Random) -> World:
+    options = {kind: rng.sample(NAMES[kind], n) for kind, n in size.options.items()}
+    # A reader expects times in chronological order.
     options["time"].sort(key=NAMES["time"].index)
-    case = {kind: chance.randrange(n) for kind, n in size.options.items()}
+    case = {kind: rng.randrange(n) for kind, n in size.options.items()}
     if not size.moves:
         return World(size, options, case)
     counts = size.options
     at = {
-        kind: [[chance.randrange(counts["room"]) for _ in range(counts[kind])]
+        kind: [[rng.randrange(counts["room"]) for _ in range(counts[kind])]
                for _ in range(counts["time"])]
         for kind in ("who", "weapon")
     }  # fmt: skip
@@ -63,11 +63,11 @@ def _world(size: Size, chance: random.Random) -> World:
             if one == case[kind]:
                 now[one] = case["room"]
             elif room == case["room"]:
-                now[one] = chance.choice(others)
+                now[one] = rng.choice(others)
     motives: list[int] = []
     if "motive" in counts:
-        # Those beyond the options have one that nobody asks about: index n and up.
-        motives = chance.sample(range(max(counts["who"], counts["motive"])), counts["who"])
+        # With more suspects than motives, indices past the options are motives not asked for.
+        motives = rng.sample(range(max(counts["who"], counts["motive"])), counts["who"])
         held = motives.index(case["motive"]) if case["motive"] in motives else None
         if held is not None:
             motives[held] = motives[case["who"]]
@@ -76,7 +76,7 @@ def _world(size: Size, chance: random.Random) -> World:
 
 
 def _lookup(world: World) -> list[Clue]:
-    """Every option is mentioned once, so that a guess among the mentioned ones is chance."""
+    """Mention every option once, so that guessing among the mentioned ones gains nothing."""
     return [
         Clue("is" if value == world.case[kind] else "is not", (kind, value))
         for kind, options in world.options.items()
@@ -84,24 +84,24 @@ def _lookup(world: World) -> list[Clue]:
     ]
 
 
-def _deduction(world: World, chance: random.Random, solver: Solver) -> list[Clue]:
-    """As few clues as prove the answer, taken from many true ones."""
+def _deduction(world: World, rng: random.Random, solver: Solver) -> list[Clue]:
+    """Choose a minimal set of true clues that allows only the answer."""
     pool = _true_clues(world)
-    chance.shuffle(pool)
+    rng.shuffle(pool)
     if not solver.is_unique(pool, world.case):
-        # Who moved how does not always tell when: then the time is said.
+        # Movements alone do not always determine the time, so one clue states it.
         pool.insert(0, Clue("is", ("time", world.case["time"])))
         if not solver.is_unique(pool, world.case):
             pool.insert(0, Clue("is", ("room", world.case["room"])))
     few, many = 0, len(pool)
-    while few < many:  # the shortest prefix of the pool that is enough
+    while few < many:  # find the shortest sufficient prefix of the pool
         middle = (few + many) // 2
         if solver.is_unique(pool[:middle], world.case):
             many = middle
         else:
             few = middle + 1
     clues = pool[:many]
-    for clue in list(clues):  # and of those, none that is not needed
+    for clue in list(clues):  # then drop clues that are not needed
         without = [other for other in clues if other is not clue]
         if solver.is_unique(without, world.case):
             clues = without

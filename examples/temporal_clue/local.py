@@ -1,7 +1,7 @@
-"""What `./launch-cluster.sh --local` does: a backend on this machine, and the example trained.
+"""`./launch-cluster.sh --local`: start a backend on this machine and train the example on it.
 
-With a CUDA card and vLLM (the `cluster` extra) that is vLLM and a model of 8B, else the embedded
-engine and SmolLM2. A second call goes on where the first was stopped.
+With a CUDA GPU and vLLM (the `cluster` extra), it serves an 8B model with vLLM. Otherwise it serves
+SmolLM2 with the embedded engine. If training is stopped, the same command continues it.
 """
 
 import sys
@@ -21,12 +21,12 @@ from trainer.base_model.smollm2 import NAME
 from trainer.config import ServerConfig
 from trainer.engines.choose import engine_kind
 
-END = "  bring it home, end the backend: .venv/bin/launcher down --local"
+STOP = "  Stop the backend:   .venv/bin/launcher down --local (saves the checkpoints first)"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is served, and which puzzles it is trained on."""
+    """The task that serves the model, and the size of the puzzles."""
 
     task: Path
     size: str
@@ -34,41 +34,41 @@ class Plan:
 
 
 def plan(config: ServerConfig) -> Plan:
-    """What this machine is fit for; the server's own choice of an engine decides."""
+    """Choose a plan for this machine by the engine that the server would choose."""
     if engine_kind(config) == "vllm":
         return Plan(Path("sky/art-local.yaml"), "small")
-    # The small example is made for this model, whatever `.env` names for a GPU.
+    # The tiny puzzles are made for this model, so a `BASE_MODEL` in `.env` does not apply.
     return Plan(Path("sky/art-cpu.yaml"), "tiny", {"BASE_MODEL": NAME})
 
 
 @click.command()
-@click.option("--epochs", default=24, show_default=True, help="Rounds of sampling and training.")
-@click.option("--seed", default=0, show_default=True, help="Order of the puzzles.")
+@click.option("--epochs", default=24, show_default=True, help="Number of epochs to train.")
+@click.option("--seed", default=0, show_default=True, help="Seed for the order of the puzzles.")
 def main(epochs: int, seed: int) -> None:
-    """Bring a backend up on this machine and train the Temporal Clue example on it."""
+    """Start a backend on this machine and train the Temporal Clue example on it."""
     settings = read()
     provider = LocalProvider()
     cluster = Cluster(settings.cluster, provider=provider, settings=settings)
-    wanted = plan(gather(ServerConfig))
-    task = Task.load(wanted.task, settings, envs=wanted.envs)
+    chosen_plan = plan(gather(ServerConfig))
+    task = Task.load(chosen_plan.task, settings, envs=chosen_plan.envs)
     try:
         cluster.up(task, progress=kit.cli.note)
         model = task.envs["BASE_MODEL"]
-        patience = ", some minutes on two cores" if wanted.size == "tiny" else ""
-        kit.cli.note(f"The backend is up; training `{model}` on puzzles{patience}")
+        duration = " (a few minutes on two cores)" if chosen_plan.size == "tiny" else ""
+        kit.cli.note(f"The backend is ready; training `{model}` on puzzles{duration}")
         state = provider.workdir(cluster.name) / STATE_DIR
         port, openai_port = map(str, cluster.ports)
         ports = ("--port", port, "--openai-port", openai_port)
-        asked = ("--state-dir", str(state), "--size", wanted.size, "--base-model", model)
+        what = ("--state-dir", str(state), "--size", chosen_plan.size, "--base-model", model)
         length = ("--epochs", str(epochs), "--seed", str(seed))
         again = ("--again", "./launch-cluster.sh --local" + (f" --seed {seed}" if seed else ""))
-        quickstart.main([*ports, *asked, *length, *again], standalone_mode=False)
+        quickstart.main([*ports, *what, *length, *again], standalone_mode=False)
     except (KeyboardInterrupt, SystemExit) as stop:  # the latter when training was stopped
         if isinstance(stop, KeyboardInterrupt):
-            kit.cli.note("Stopped; the same command goes on from here")
-        kit.cli.note(f"The backend ends by itself when nobody uses it, or now:\n{END}")
+            kit.cli.note(quickstart.STOPPED)
+        kit.cli.note(f"The backend stops by itself when it is idle. To stop it now:\n{STOP}")
         sys.exit(130)
-    kit.cli.note(END)
+    kit.cli.note(STOP)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A murder at a house party: what a puzzle is, what its clues say, and how it reads.
+"""A murder at a house party: the parts of a puzzle, and its text.
 
-`tiny` puzzles can be read off their clues. Larger ones have suspects and weapons that move from
-room to room over time, and take deduction. No solver here: training needs none.
+The clues of a `tiny` puzzle state the answer. In larger puzzles, suspects and weapons move from
+room to room over time, and the answer must be deduced. Training needs no solver, so it is not here.
 """
 
 from dataclasses import dataclass, field
@@ -27,12 +27,12 @@ QUESTIONS = {
 
 @dataclass(frozen=True)
 class Size:
-    """How large a puzzle is: the number of options of each question."""
+    """Size of a puzzle: the number of options for each question."""
 
     name: str
     options: dict[str, int]
     moves: bool
-    """Whether people and weapons move, so that the answer must be deduced."""
+    """Whether people and weapons move, so the answer must be deduced."""
 
 
 def _size(name: str, who: int, weapon: int, room: int, time: int, motive: int = 0) -> Size:
@@ -54,7 +54,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Clue:
-    """A true statement. `kind` says which, `about` the indices of the options in it."""
+    """A true statement of one kind. `about` holds the indices of its options."""
 
     kind: str
     about: tuple[int | str, ...]
@@ -62,7 +62,7 @@ class Clue:
 
 @dataclass(frozen=True)
 class World:
-    """What really happened, as indices of options."""
+    """The solution of a puzzle, as indices of options."""
 
     size: Size
     options: dict[str, list[str]]
@@ -96,8 +96,8 @@ RULES = (
 MOTIVES = " Every suspect has a motive, no two the same."
 
 
-def say(clue: Clue, options: dict[str, list[str]]) -> str:
-    """The clue as a sentence."""
+def sentence(clue: Clue, options: dict[str, list[str]]) -> str:
+    """Return the clue as a sentence."""
     kind, about = clue.kind, clue.about
     if kind in ("is", "is not"):
         question, value = str(about[0]), int(about[1])
@@ -130,15 +130,15 @@ def say(clue: Clue, options: dict[str, list[str]]) -> str:
     raise AssertionError(kind)
 
 
-def ask(world: World, clues: list[Clue]) -> str:
-    """The whole puzzle as text."""
-    told = " ".join(say(clue, world.options) for clue in clues)
+def puzzle_text(world: World, clues: list[Clue]) -> str:
+    """Return the whole puzzle as text."""
+    sentences = " ".join(sentence(clue, world.options) for clue in clues)
     if not world.size.moves:
-        return f"{told}\nWho, weapon, room, time?"
+        return f"{sentences}\nWho, weapon, room, time?"
     lines = [
         "Mr. Boddy was murdered. " + RULES + (MOTIVES if world.motive_of else ""),
         "",
-        told,
+        sentences,
         "",
     ]
     for letter, kind in zip(LETTERS, world.options, strict=False):

@@ -1,8 +1,8 @@
-"""The first five minutes: train the Temporal Clue agent on a backend that is up.
+"""The quickstart: train the Temporal Clue agent on a running backend.
 
     python -m examples.temporal_clue.quickstart [--port 7999] [--openai-port 8000]
 
-Ctrl-C stops it cleanly; the same command goes on from there.
+Ctrl-C stops it cleanly. The same command continues from there.
 """
 
 import json
@@ -22,12 +22,13 @@ from trainer.harness.components import ArtTrainerAdapterConfig
 from trainer.harness.finetune import Result, finetune
 
 HERE = Path(__file__).parent
-ASK = {
+STOPPED = "Stopped; run the same command again to continue"
+QUESTION = {
     "role": "user",
     "content": "Rose did it with the rope in the hall at noon. Who, weapon, room, time?",
 }
-SMALL_MODEL = "What it learned is the form of an answer and finding it in the clues, not deduction"
-# What is trained by the size of the puzzles: the config, and the puzzles that measure it.
+LESSON = "The model learned the answer format and to find answers in the clues, not deduction"
+# For each size of puzzles: the config, and the puzzles for validation.
 SIZES = {
     "tiny": ("config.yaml", "validation.jsonl"),
     "small": ("gpu.yaml", "small_validation.jsonl"),
@@ -35,27 +36,32 @@ SIZES = {
 
 
 @click.command()
-@click.option("--host", default="127.0.0.1", show_default=True, help="Where the backend is.")
-@click.option("--port", default=7999, show_default=True, help="Its control port.")
-@click.option("--openai-port", default=8000, show_default=True, help="Its OpenAI port.")
-@click.option("--state-dir", default=".art", show_default=True, help="Where its checkpoints lie.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address of the backend.")
+@click.option("--port", default=7999, show_default=True, help="Control port of the backend.")
+@click.option("--openai-port", default=8000, show_default=True, help="OpenAI port of the backend.")
+@click.option(
+    "--state-dir",
+    default=".art",
+    show_default=True,
+    help="Directory with the backend's checkpoints.",
+)
 @click.option(
     "--output-dir",
     default=".art/temporal-clue",
     show_default=True,
-    help="Where metrics and the plot go.",
+    help="Directory for metrics and the plot.",
 )
-@click.option("--epochs", default=24, show_default=True, help="Rounds of sampling and training.")
+@click.option("--epochs", default=24, show_default=True, help="Number of epochs to train.")
 @click.option(
     "--size",
     type=click.Choice(list(SIZES)),
     default="tiny",
     show_default=True,
-    help="Of the puzzles; `small` is for a model of billions of parameters.",
+    help="Size of the puzzles. `small` needs a model with billions of parameters.",
 )
-@click.option("--seed", default=0, show_default=True, help="Order of the puzzles.")
-@click.option("--base-model", help="Train another model than the config's.")
-@click.option("--again", hidden=True, help="The command that is told to train longer with.")
+@click.option("--seed", default=0, show_default=True, help="Seed for the order of the puzzles.")
+@click.option("--base-model", help="Base model to train instead of the config's.")
+@click.option("--again", hidden=True, help="Command to suggest for training longer.")
 @click.pass_context
 def main(
     context: click.Context,
@@ -70,7 +76,7 @@ def main(
     base_model: str | None,
     again: str | None,
 ) -> None:
-    """Train the Temporal Clue example and compare before with after."""
+    """Train the Temporal Clue example and compare the model before and after."""
     overrides = {
         "llms.policy.base_url": f"http://{host}:{openai_port}/v1",
         "trainer_adapters.backend.backend.ip": host,
@@ -83,8 +89,8 @@ def main(
     }
     if base_model:
         overrides["trainer_adapters.backend.backend.base_model"] = base_model
-    config, measured = SIZES[size]
-    validation = HERE / "data" / measured
+    config, puzzles = SIZES[size]
+    validation = HERE / "data" / puzzles
     started = time.monotonic()
     train = partial(
         finetune,
@@ -97,14 +103,14 @@ def main(
         try:
             result = train(resume=True)
         except BackendBehind:
-            kit.cli.note("The backend has nothing of the run before: beginning anew")
+            kit.cli.note("The backend does not have the previous run; starting a new one")
             result = train(resume=False)
     except KeyboardInterrupt:
-        kit.cli.note("Stopped; the same command goes on from here")
+        kit.cli.note(STOPPED)
         sys.exit(130)
     assert result is not None
     if not result.statuses:
-        kit.cli.note(f"This run had its {epochs} epochs: give it more with `--epochs`")
+        kit.cli.note(f"All {epochs} epochs are finished; train longer with a larger `--epochs`")
     seconds = time.monotonic() - started
     longer = f"{again or _command(context)} --epochs {2 * epochs}"
     for line in report(result, Path(state_dir), Path(output_dir), validation, seconds, longer):
@@ -112,20 +118,22 @@ def main(
 
 
 def _command(context: click.Context) -> str:
-    """This call without its length, as one types it."""
+    """Return this command as the user would type it, without `--epochs`."""
     given = {
         name: str(value)
         for name, value in context.params.items()
         if context.get_parameter_source(name) == ParameterSource.COMMANDLINE and name != "epochs"
     }
-    options = (it for name, value in given.items() for it in (f"--{name.replace('_', '-')}", value))
+    options = (
+        part for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)
+    )
     return shlex.join(["python", "-m", "examples.temporal_clue.quickstart", *options])
 
 
 def report(
     result: Result, state: Path, output: Path, validation: Path, seconds: float, longer: str
 ) -> list[str]:
-    """Before and after, where things lie, and what to try next."""
+    """Return the closing lines: results before and after, the files, and what to try next."""
     history = result.history
     assert history is not None
     first, last = history.validation[0], history.validation[-1]
@@ -136,47 +144,49 @@ def report(
     steps = "1 step" if history.epoch == 1 else f"{history.epoch} steps"
     checkpoint = checkpoint_path(model_path(Path(state), backend.project, backend.name), step)
     url = result.config.llms["policy"].base_url
-    # A bound: without one, what a small model repeats goes on to the end of its context.
-    ask = {"model": backend.name, "messages": [ASK], "temperature": 0, "max_tokens": 64}
+    # Without a limit, a small model may repeat itself to the end of its context.
+    request = {"model": backend.name, "messages": [QUESTION], "temperature": 0, "max_tokens": 64}
     return [
         "",
-        f"Trained {steps}; this call took {seconds:.0f} s",
-        f"Validation reward on {last['num_examples']} puzzles it never trained on: "
+        f"Trained {steps}; this command took {seconds:.0f} s",
+        "",
+        f"Reward on {last['num_examples']} unseen puzzles: "
         f"{first['avg_reward']:.3f} before, {last['avg_reward']:.3f} after "
         f"({last['avg_reward'] - first['avg_reward']:+.3f})",
-        f"Right among well-formed answers: {told(accuracy(output, first['epoch']))} before, "
-        f"{told(accuracy(output, last['epoch']))} after, {chance(validation):.2f} by chance",
-        *([SMALL_MODEL] if validation.name == SIZES["tiny"][1] else []),
+        f"Accuracy of valid answers: {_format(accuracy(output, first['epoch']))} before, "
+        f"{_format(accuracy(output, last['epoch']))} after "
+        f"({guessing_accuracy(validation):.2f} by guessing)",
+        *([LESSON] if validation.name == SIZES["tiny"][1] else []),
         "",
         f"Checkpoint: {checkpoint}",
         f"Plot:       {output}/reward_plot.png",
         f"Metrics:    {output}/training_metrics.jsonl",
         "",
         "Next:",
-        f"  ask it:       curl -s {url}/chat/completions -H 'content-type: application/json' "
-        f"-d '{json.dumps(ask)}'",
-        f"  train longer: {longer}",
-        "  your agent:   docs/your-agent.md",
+        f"  Ask the model:      curl -s {url}/chat/completions "
+        f"-H 'content-type: application/json' -d '{json.dumps(request)}'",
+        f"  Train longer:       {longer}",
+        "  Use your own agent: docs/your-agent.md",
     ]
 
 
-def chance(validation: Path) -> float:
-    """The share of right answers of one who guesses among the options."""
+def guessing_accuracy(validation: Path) -> float:
+    """Return the accuracy of guessing among the options."""
     puzzles = [json.loads(line)["options"] for line in validation.read_text().splitlines()]
     shares = [1 / len(options) for puzzle in puzzles for options in puzzle.values()]
     return sum(shares) / len(shares)
 
 
 def accuracy(output: Path, epoch: int) -> float | None:
-    """Correct among valid lines of one validation; None when no line was valid."""
+    """Return the share of correct lines among the valid ones, or None if no line was valid."""
     path = output / "runs" / f"validation_{epoch:04d}.jsonl"
     rows = [json.loads(line)["metrics"] for line in path.read_text().splitlines()]
     valid = sum(row.get("valid_lines", 0) for row in rows)
     return sum(row.get("correct_lines", 0) for row in rows) / valid if valid else None
 
 
-def told(share: float | None) -> str:
-    return "none were" if share is None else f"{share:.2f}"
+def _format(share: float | None) -> str:
+    return "n/a" if share is None else f"{share:.2f}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Partial credit: for the form of the answer, and for each question that is answered right."""
+"""The reward: partial credit for the format and for each correct answer."""
 
 import re
 from typing import Any
@@ -8,9 +8,9 @@ _LINE = re.compile(r"^([A-E]): *(\S+?)\.?$", re.MULTILINE)
 
 
 def score(run: Any) -> dict[str, float]:
-    """The reward of a run, and what it is made of.
+    """Return the reward of a run and its parts.
 
-    A line is valid when it answers its question with one of the puzzle's options.
+    A line is valid if it answers its question with one of the puzzle's options.
     """
     options: dict[str, list[str]] = run.example.row["options"]
     expected = dict(_LINE.findall(run.example.answer))
@@ -19,11 +19,11 @@ def score(run: Any) -> dict[str, float]:
     for letter, name in _LINE.findall(text):
         if letter in options and name in options[letter]:
             given.setdefault(letter, name)
-    asked = len(expected)
+    questions = len(expected)
     correct = sum(given.get(letter) == name for letter, name in expected.items())
-    exact = len(given) == asked and len(text.splitlines()) == asked and _ended(run)
+    exact = len(given) == questions and len(text.splitlines()) == questions and _ended(run)
     return {
-        "reward": FORMAT * exact + VALID * len(given) / asked + CORRECT * correct / asked,
+        "reward": FORMAT * exact + VALID * len(given) / questions + CORRECT * correct / questions,
         "format": float(exact),
         "valid_lines": float(len(given)),
         "correct_lines": float(correct),
@@ -31,5 +31,5 @@ def score(run: Any) -> dict[str, float]:
 
 
 def _ended(run: Any) -> bool:
-    """Whether the model ended its answer itself, rather than at the limit of tokens."""
+    """Whether the model ended its answer itself instead of reaching the token limit."""
     return not run.completions or run.completions[-1].choice.get("finish_reason") == "stop"

@@ -1,4 +1,4 @@
-"""CP-SAT's proof that a puzzle's clues leave one answer."""
+"""Proves with CP-SAT that a puzzle's clues allow exactly one answer."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ from examples.temporal_clue.puzzle import Clue, Size
 
 
 class Solver:
-    """The rules of one size as constraints; clues are added for each question."""
+    """The rules for one size as constraints. Each query adds its clues."""
 
     def __init__(self, size: Size) -> None:
         self.size = size
         self._model: Any = cp_model.CpModel()
         counts = size.options
-        # case[question][option] is true for the answer's option.
+        # case[question][option] is true if the option is the answer.
         self.case = {
             kind: [self._model.new_bool_var(f"{kind}{n}") for n in range(count)]
             for kind, count in counts.items()
@@ -34,7 +34,7 @@ class Solver:
                 for time in times:
                     for room in rooms:
                         here = (self.case["time"][time], self.case["room"][room])
-                        # Whoever did it was there; nobody else was. The same for the weapon.
+                        # The guilty suspect (or weapon) was there, and no other was.
                         self._model.add_bool_or([~here[0], ~here[1], ~guilty, at[time][one][room]])
                         self._model.add_bool_or([~here[0], ~here[1], guilty, ~at[time][one][room]])
         self.motive = [
@@ -43,7 +43,7 @@ class Solver:
         ]
         if counts.get("motive"):
             for who, motives in enumerate(self.motive):
-                # A suspect may have a motive that is no option of the question, but at most one.
+                # At most one: a suspect's motive may be none of the question's options.
                 self._model.add_at_most_one(motives)
                 for why, has in enumerate(motives):
                     guilty = self.case["who"][who]
@@ -52,7 +52,7 @@ class Solver:
                 self._model.add_at_most_one(motives[why] for motives in self.motive)
 
     def _places(self, name: str, count: int) -> list[list[list[Any]]]:
-        """[time][one][room], each one in exactly one room at a time."""
+        """Create variables [time][who or weapon][room]; each is in one room at a time."""
         counts = self.size.options
         places = [
             [
@@ -67,16 +67,16 @@ class Solver:
         return places
 
     def is_unique(self, clues: list[Clue], case: dict[str, int]) -> bool:
-        """Whether no other answer than `case` fits the clues. `case` itself must fit them."""
+        """Whether `case` is the only answer that fits the clues. It must fit them."""
         model = self._model.clone()
         for clue in clues:
             self._add(model, clue)
-        # Some part of the answer differs:
+        # Require that some part of the answer differs.
         model.add_bool_or([~self.case[kind][value] for kind, value in case.items()])
         return self._solve(model) == cp_model.INFEASIBLE
 
     def fits(self, clues: list[Clue], case: dict[str, int]) -> bool:
-        """Whether `case` is an answer at all."""
+        """Whether `case` fits the clues."""
         model = self._model.clone()
         for clue in clues:
             self._add(model, clue)
@@ -86,7 +86,7 @@ class Solver:
 
     def _solve(self, model: Any) -> int:
         solver = cp_model.CpSolver()
-        # One worker: only whether there is an answer counts, and many cost more than they save.
+        # One worker: on problems this small, more cost more than they save.
         solver.parameters.num_workers = 1
         return int(solver.solve(model))
 

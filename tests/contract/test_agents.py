@@ -1,4 +1,4 @@
-"""Agents of three frameworks with a tool, against an engine that plays a model able to call it."""
+"""Agents of three frameworks with a tool, against a scripted engine that calls it."""
 
 import json
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tests.serving import Serving
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 SCRIPT = [
-    # After the tool's answer: right and wrong in turn, so that there is something to learn.
+    # After the tool's answer, right and wrong alternate, so the rewards of a group differ.
     {"when": "<tool_response>", "replies": ["The answer is 5.", "The answer is six."]},
     {"when": "<tools>", "replies": [CALL]},
 ]
@@ -28,23 +28,23 @@ def scripted(tmp_path_factory: pytest.TempPathFactory, art_cache: str) -> Iterat
 
 
 @pytest.mark.parametrize("framework", ["langgraph", "llamaindex", "adk"])
-def test_an_agent_with_a_tool_is_trained_by_its_rollouts(
+def test_an_agent_with_a_tool_trains_on_its_rollouts(
     scripted: Serving, framework: str, tmp_path: Path
 ) -> None:
-    told = run_client(
+    result = run_client(
         python_of("agents"),
         *("agents.py", framework, scripted.control, scripted.openai),
         cwd=tmp_path,
     )
-    assert told["calls"] == [[2, 3]] * 4
-    assert told["answers"] == ["The answer is 5.", "The answer is six."] * 2
-    assert told["turns"] == [2, 2]
-    assert told["steps"] == [1, 2]
-    assert told["metrics"]["data/retokenized"] == 0
-    assert told["metrics"]["loss/grad_norm"] > 0
-    # Both turns of both trajectories, one token a byte, and an end for each.
-    said = sum(len(CALL) + len(reply) + 2 for reply in SCRIPT[0]["replies"])
-    assert told["metrics"]["data/step_trainer_tokens"] == said
+    assert result["calls"] == [[2, 3]] * 4
+    assert result["answers"] == ["The answer is 5.", "The answer is six."] * 2
+    assert result["turns"] == [2, 2]
+    assert result["steps"] == [1, 2]
+    assert result["metrics"]["data/retokenized"] == 0
+    assert result["metrics"]["loss/grad_norm"] > 0
+    # Both turns of both trajectories: one token per byte, and an end token each.
+    tokens = sum(len(CALL) + len(reply) + 2 for reply in SCRIPT[0]["replies"])
+    assert result["metrics"]["data/step_trainer_tokens"] == tokens
     checkpoints = scripted.state / "contract" / "models" / framework / "checkpoints"
     weights = {
         json.loads((path / "manifest.json").read_text())["files"]["adapter_model.safetensors"][

@@ -1,4 +1,4 @@
-"""`nat finetune` as NVIDIA's guide has it, by the script that we ship for it."""
+"""`nat finetune` as in NVIDIA's guide, with the script that we ship for it."""
 
 import json
 import os
@@ -18,10 +18,10 @@ RUNS = (("0.5.17", "embedded"), ("0.5.18", "embedded"), ("0.5.18", "vllm"))
 
 
 class Run:
-    """The example with one version of openpipe-art, on a loopback address of its own."""
+    """The example with one version of openpipe-art, on its own loopback address."""
 
     def __init__(self, nat: Path, engine: str, host: str, directory: Path) -> None:
-        # NAT always asks port 8000, so that two runs at once need two addresses.
+        # NAT always uses port 8000, so concurrent runs need different addresses.
         shutil.copytree(ROOT / "examples" / "nat", directory, ignore=shutil.ignore_patterns(".*"))
         self.state = directory / "art"
         self._process = subprocess.Popen(
@@ -43,7 +43,7 @@ class Run:
         )
 
     def stop(self) -> None:
-        """End what a failed test has left: the script, its server and NAT."""
+        """Stop the script, its server and NAT if a failed test left them running."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGTERM)
             self._process.communicate(timeout=60)
@@ -56,7 +56,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Run]]:
-    """All at once: most of their time is NAT's polling."""
+    """Start all runs at once, because NAT spends most of the time polling."""
     pythons = [python_of(f"nat-{version}", "examples/nat") for version, _ in RUNS]
     started: dict[tuple[str, str], Run] = {}
     try:
@@ -70,7 +70,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, s
             one.stop()
 
 
-@pytest.mark.timeout(2400)  # the first of them makes two environments
+@pytest.mark.timeout(2400)  # the first test creates two environments
 @pytest.mark.parametrize(("version", "engine"), RUNS)
 def test_nat_finetunes_with_openpipe_art(
     runs: dict[tuple[str, str], Run], version: str, engine: str
@@ -79,15 +79,15 @@ def test_nat_finetunes_with_openpipe_art(
     assert "trained to step 2" in run.finish()
     history = run.state / "my_project" / "models" / "my_training_run" / "history.jsonl"
     lines = [json.loads(line) for line in history.read_text().splitlines()]
-    lines = [line for line in lines if "time/step_s" in line]  # not the canary's
+    lines = [line for line in lines if "time/step_s" in line]  # skip the canary's lines
     assert [line["step"] for line in lines] == [1, 2]
     for line in lines:
         assert line["data/step_num_trajectories"] == 12
         assert line["data/retokenized"] == 0
-        # The YAML's, which NAT sends only in the model's internal config.
+        # Set in the YAML. NAT sends it only in the model's internal config.
         assert line["loss/learning_rate"] == 1e-3
 
 
-def test_the_script_fails_where_nat_trained_nothing_and_exits_0(tmp_path: Path) -> None:
+def test_the_script_fails_if_nat_exits_0_without_training(tmp_path: Path) -> None:
     run = Run(Path("/bin/true"), "embedded", "127.0.0.20", tmp_path / "project")
     assert "error: Model `my_training_run`" in run.finish(code=1)

@@ -1,9 +1,9 @@
-"""Completions without a pause through the tunnel, each of which must come back whole.
+"""Request completions through the tunnel without a pause; each must arrive complete.
 
     OPENAI_BASE_URL=... python tests/e2e/roll_out.py MODEL AT_ONCE TOKENS ENOUGH
 
-Keeps AT_ONCE requests under way until there is a file ENOUGH, and waits for the last of them.
-Prints one JSON object: how many answers came, with how many choices, and how many of them finished.
+Keeps AT_ONCE requests in flight until the file ENOUGH exists, then waits for the remaining ones.
+Prints one JSON object: the number of answers, of their choices, and of finished choices.
 """
 
 import asyncio
@@ -43,5 +43,5 @@ async def roll_out(model: str, at_once: int, tokens: int, enough: Path) -> dict[
 
 if __name__ == "__main__":
     model, at_once, tokens, enough = sys.argv[1:]
-    told = asyncio.run(roll_out(model, int(at_once), int(tokens), Path(enough)))
-    sys.stdout.write(json.dumps(told) + "\n")
+    counts = asyncio.run(roll_out(model, int(at_once), int(tokens), Path(enough)))
+    sys.stdout.write(json.dumps(counts) + "\n")

@@ -56,7 +56,7 @@ def test_one_command_trains_smollm2_on_temporal_clue(
     with capsys.disabled():
         sys.stdout.write("\n" + told[told.index("Trained 24 steps") :])
     reward = re.search(r"puzzles.*: (\S+) before, (\S+) after", told)
-    right = re.search(r"well-formed answers: .* before, (\S+) after, 0.33 by chance", told)
+    right = re.search(r"valid answers: .* before, (\S+) after \(0.33 by guessing\)", told)
     assert reward and float(reward[2]) - float(reward[1]) >= 0.3
     assert right and float(right[1]) - 1 / 3 >= 0.2
     checkpoint = re.search(r"Checkpoint: (\S+)", told)

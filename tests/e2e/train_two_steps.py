@@ -1,8 +1,8 @@
-"""What a user's training script does: the real openpipe-art client, two steps over HTTP.
+"""A user's training script: two steps over HTTP with the real openpipe-art client.
 
     ART_BASE_URL=... OPENAI_BASE_URL=... python tests/e2e/train_two_steps.py PROJECT NAME BASE_PATH
 
-Prints the steps and their losses as JSON.
+Prints the steps and their gradient norms as JSON.
 """
 
 import asyncio
@@ -30,16 +30,16 @@ async def train(project: str, name: str, base_path: str) -> list[dict[str, float
         name=name, project=project, base_model="tiny-random", base_path=base_path
     )
     await model.register(backend)
-    # The server names the port it listens on; through a tunnel it has another one here.
+    # The server reports its own port, but the tunnel's local port may differ.
     model.inference_base_url = os.environ["OPENAI_BASE_URL"]
     client = model.openai_client()
-    told = []
+    steps = []
     for _ in range(2):
         group = TrajectoryGroup([await rollout(model, client, float(i % 2)) for i in range(4)])
         result = await backend.train(model, [group], learning_rate=1e-3)
-        told.append({"step": result.step, "grad_norm": result.metrics["loss/grad_norm"]})
+        steps.append({"step": result.step, "grad_norm": result.metrics["loss/grad_norm"]})
     await backend.close()
-    return told
+    return steps
 
 
 if __name__ == "__main__":

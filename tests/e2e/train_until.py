@@ -1,8 +1,8 @@
-"""What a training script that may be interrupted does: it asks the server how far the run is.
+"""A training script that can be interrupted: it asks the server which step the run has reached.
 
     ART_BASE_URL=... OPENAI_BASE_URL=... python tests/e2e/train_until.py NAME STEPS SECONDS
 
-Trains NAME with the real openpipe-art client until it has STEPS steps, SECONDS apart at least.
+Trains NAME with the real openpipe-art client until it has STEPS steps, at least SECONDS apart.
 """
 
 import asyncio

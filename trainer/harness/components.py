@@ -1,4 +1,4 @@
-"""Settings of the replaceable parts: workflow, dataset, evaluators, builder, adapter, trainer."""
+"""Settings of every replaceable component, each chosen by its `_type`."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -7,23 +7,24 @@ import pydantic
 from pydantic import Discriminator, Field, Tag
 
 from kit.config import Config
-from trainer.config import GrpoConfig
+from trainer.harness.backend_config import ArtBackendConfig, TrainingArgs
 
 CUSTOM = "module:Class"
 
 
 def _type_of(value: Any) -> str | None:
-    """Which member of a union a mapping is: its `_type`, or one tag for all of the user's own."""
+    """Return the union tag of a mapping: its `_type`, or `CUSTOM` for any `module:Class`."""
     name = value.get("_type") if isinstance(value, dict) else getattr(value, "type", None)
     return CUSTOM if isinstance(name, str) and ":" in name else name
 
 
 class CustomConfig(pydantic.BaseModel):
-    """A component of the user's own: `_type: module:Class`; the other keys are its arguments."""
+    """A component written by the user: `_type: module:Class`. All other keys are its arguments."""
 
-    model_config = pydantic.ConfigDict(extra="allow", frozen=True)
+    model_config = pydantic.ConfigDict(extra="allow", frozen=True, use_attribute_docstrings=True)
 
     type: str = Field(alias="_type")
+    """`module:Class`, importable from the working directory or the environment."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -36,26 +37,28 @@ _Custom = Annotated[CustomConfig, Tag(CUSTOM)]
 # Workflow
 
 
-class PythonWorkflow(Config):
-    """A function of the user's: `function(example, llm, **args)`, sync or async."""
+class PythonWorkflowConfig(Config):
+    """A function written by the user: `function(example, llm, **args)`, sync or async."""
 
     type: Literal["python", "langchain", "langgraph", "llama_index", "google_adk"] = Field(
         alias="_type"
     )
+    """`python`, or the agent framework that the function builds an agent for."""
     function: str
-    """`module:callable`. With a framework: a factory that gets its LLM and returns an agent."""
+    """`module:callable`. With a framework, a factory: it receives the framework's LLM object and
+    returns an agent."""
     llm: str
-    """Name in `llms` that the workflow speaks to."""
+    """The LLM that the workflow calls, by its name in `llms`."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """More keyword arguments of the function."""
+    """Extra keyword arguments for the function."""
 
 
-Workflow = Annotated[
-    Annotated[PythonWorkflow, Tag("python")]
-    | Annotated[PythonWorkflow, Tag("langchain")]
-    | Annotated[PythonWorkflow, Tag("langgraph")]
-    | Annotated[PythonWorkflow, Tag("llama_index")]
-    | Annotated[PythonWorkflow, Tag("google_adk")]
+WorkflowConfig = Annotated[
+    Annotated[PythonWorkflowConfig, Tag("python")]
+    | Annotated[PythonWorkflowConfig, Tag("langchain")]
+    | Annotated[PythonWorkflowConfig, Tag("langgraph")]
+    | Annotated[PythonWorkflowConfig, Tag("llama_index")]
+    | Annotated[PythonWorkflowConfig, Tag("google_adk")]
     | _Custom,
     Discriminator(_type_of),
 ]
@@ -65,27 +68,31 @@ Workflow = Annotated[
 
 
 class DatasetStructure(Config):
+    """The names of a dataset's fields."""
+
     question_key: str = "question"
-    """Field that is given to the workflow."""
+    """Field with the workflow's input. Every example needs one."""
     answer_key: str = "answer"
-    """Field that evaluators compare with."""
+    """Field with the expected answer, for evaluators. May be absent."""
 
 
-class JsonDataset(Config):
+class FileDatasetConfig(Config):
     """Examples in a file: a JSON list, JSON lines or CSV."""
 
     type: Literal["json", "jsonl", "csv"] = Field(alias="_type")
+    """Format of the file."""
     file_path: Path
-    """The file; a relative path starts where the command is run."""
+    """Path of the file, relative to the directory where the command runs."""
     id_key: str = "id"
-    """Field that names an example; every value once."""
+    """Field that identifies an example. Its values must be unique."""
     structure: DatasetStructure = DatasetStructure()
+    """Names of the other fields."""
 
 
-Dataset = Annotated[
-    Annotated[JsonDataset, Tag("json")]
-    | Annotated[JsonDataset, Tag("jsonl")]
-    | Annotated[JsonDataset, Tag("csv")]
+DatasetConfig = Annotated[
+    Annotated[FileDatasetConfig, Tag("json")]
+    | Annotated[FileDatasetConfig, Tag("jsonl")]
+    | Annotated[FileDatasetConfig, Tag("csv")]
     | _Custom,
     Discriminator(_type_of),
 ]
@@ -94,94 +101,103 @@ Dataset = Annotated[
 # Evaluators
 
 
-class ExactMatch(Config):
-    """1 when the output is the answer."""
+class ExactMatchConfig(Config):
+    """Scores 1 if the output equals the expected answer, else 0."""
 
     type: Literal["exact_match"] = Field(alias="_type")
     ignore_case: bool = False
+    """Compare without regard to case."""
     strip: bool = True
-    """Whether white space at both ends is ignored."""
+    """Ignore white space at both ends."""
 
 
-class Contains(Config):
-    """1 when the output holds the answer."""
+class ContainsConfig(Config):
+    """Scores 1 if the output contains the expected answer, else 0."""
 
     type: Literal["contains"] = Field(alias="_type")
     ignore_case: bool = True
+    """Compare without regard to case."""
 
 
-class Regex(Config):
-    """1 when the pattern is found in the output; with a group, when the group is the answer."""
+class RegexConfig(Config):
+    """Scores 1 if the pattern matches anywhere in the output, else 0."""
 
     type: Literal["regex"] = Field(alias="_type")
     pattern: str
+    """Python regular expression. If it has a group, the first group must equal the expected
+    answer."""
     ignore_case: bool = False
+    """Match without regard to case."""
 
 
-class JsonSchema(Config):
-    """1 when the output is JSON that fits the schema."""
+class JsonSchemaConfig(Config):
+    """Scores 1 if the output is JSON that satisfies the schema, else 0."""
 
     type: Literal["json_schema"] = Field(alias="_type")
     json_schema: dict[str, Any] = Field(alias="schema")
+    """The JSON schema."""
 
 
-class PythonEvaluator(Config):
-    """A function of the user's: `function(run)` gives a number, or a dict with `reward`."""
+class PythonEvaluatorConfig(Config):
+    """A function written by the user: `function(run, **args)` returns a number, or a dict with
+    `reward` and other metrics."""
 
     type: Literal["python"] = Field(alias="_type")
     function: str
     """`module:callable`, sync or async."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """More keyword arguments of the function."""
+    """Extra keyword arguments for the function."""
 
 
-class LlmJudge(Config):
-    """Another LLM gives a score."""
+class LlmJudgeConfig(Config):
+    """Another LLM scores each run from 0 to 1."""
 
     type: Literal["llm_judge"] = Field(alias="_type")
     llm: str
-    """Name in `llms`."""
+    """The judge, by its name in `llms`."""
     instructions: str = "Score how well the answer solves the task."
-    """What the judge is asked; it sees the task, the expected answer and the answer."""
+    """The judge's instructions. The task, the expected answer and the answer follow them."""
 
 
-class Ruler(Config):
-    """A judge ranks all runs of an example against each other, as ART's RULER does."""
+class RulerConfig(Config):
+    """Another LLM compares all runs of an example and scores each from 0 to 1, as ART's RULER
+    does."""
 
     type: Literal["ruler"] = Field(alias="_type")
     llm: str
-    """Name in `llms`."""
+    """The judge, by its name in `llms`."""
     instructions: str = "Higher scores for attempts that come closer to the goal of the task."
-    """The rubric."""
+    """The rubric. The task and all attempts follow it."""
 
 
-class IntermediateSteps(Config):
-    """What the workflow gave itself with `llm.reward(...)` while it ran."""
+class IntermediateStepsConfig(Config):
+    """Combines the rewards that the workflow reported with `llm.reward(...)` during the run."""
 
     type: Literal["intermediate_steps"] = Field(alias="_type")
     aggregate: Literal["sum", "mean", "last", "discounted"] = "sum"
+    """How the rewards are combined. A run without any scores 0."""
     discount: float = Field(0.9, gt=0, le=1)
-    """With `discounted`: each earlier step counts this much less than the one after it."""
+    """With `aggregate: discounted`, the weight of each reward relative to the next one."""
 
 
-class WeightedSum(Config):
-    """Several evaluators as one."""
+class WeightedSumConfig(Config):
+    """Adds up the weighted scores of other evaluators, and keeps each score as a metric."""
 
     type: Literal["weighted_sum"] = Field(alias="_type")
     weights: dict[str, float] = Field(min_length=1)
-    """Weight of each evaluator, by its name."""
+    """Weight of each evaluator, by its name in `eval.evaluators`."""
 
 
-Evaluator = Annotated[
-    Annotated[ExactMatch, Tag("exact_match")]
-    | Annotated[Contains, Tag("contains")]
-    | Annotated[Regex, Tag("regex")]
-    | Annotated[JsonSchema, Tag("json_schema")]
-    | Annotated[PythonEvaluator, Tag("python")]
-    | Annotated[LlmJudge, Tag("llm_judge")]
-    | Annotated[Ruler, Tag("ruler")]
-    | Annotated[IntermediateSteps, Tag("intermediate_steps")]
-    | Annotated[WeightedSum, Tag("weighted_sum")]
+EvaluatorConfig = Annotated[
+    Annotated[ExactMatchConfig, Tag("exact_match")]
+    | Annotated[ContainsConfig, Tag("contains")]
+    | Annotated[RegexConfig, Tag("regex")]
+    | Annotated[JsonSchemaConfig, Tag("json_schema")]
+    | Annotated[PythonEvaluatorConfig, Tag("python")]
+    | Annotated[LlmJudgeConfig, Tag("llm_judge")]
+    | Annotated[RulerConfig, Tag("ruler")]
+    | Annotated[IntermediateStepsConfig, Tag("intermediate_steps")]
+    | Annotated[WeightedSumConfig, Tag("weighted_sum")]
     | _Custom,
     Discriminator(_type_of),
 ]
@@ -191,96 +207,43 @@ Evaluator = Annotated[
 
 
 class ArtTrajectoryBuilderConfig(Config):
+    """Runs the workflow several times per example and groups the trajectories."""
+
     type: Literal["openpipe_art_traj_builder"] = Field(alias="_type")
     num_generations: int = Field(2, ge=1)
-    """Trajectories per example: more give GRPO a better signal and cost more time."""
+    """Trajectories per example. More give GRPO a better signal and take longer."""
     examples_per_epoch: int | None = Field(None, ge=1)
-    """Examples of an epoch, every one once before any comes again; None is the whole dataset."""
-
-
-class InitArgs(Config):
-    max_seq_length: int | None = Field(None, ge=16)
-    """Longest sequence that is trained on."""
-
-
-class EngineArgs(Config):
-    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
-    """Share of the GPU's memory for vLLM."""
-    tensor_parallel_size: int | None = Field(None, ge=1)
-    """GPUs that vLLM splits the model over."""
-
-
-class PeftArgs(Config):
-    r: int | None = Field(None, ge=1)
-    """Rank of the LoRA; None is the server's."""
-    lora_alpha: float | None = Field(None, gt=0)
-    """Scale of the LoRA; None is the server's."""
-    target_modules: list[str] | None = None
-    """Linear layers that get a LoRA; None is the server's."""
-
-
-class ArtBackendConfig(Config):
-    """Where the backend is, and the run on it."""
-
-    ip: str
-    """Address of the backend."""
-    port: int = Field(ge=1, le=65535)
-    """Its control port."""
-    name: str = "trainer_run"
-    """Name of the model under training; a run of that name resumes at its newest step."""
-    project: str = "trainer_project"
-    """Project that the model belongs to."""
-    base_model: str = "Qwen/Qwen2.5-7B-Instruct"
-    """Base model; must be the server's."""
-    api_key: pydantic.SecretStr = pydantic.SecretStr("default")
-    """Sent as bearer token."""
-    delete_old_checkpoints: bool = False
-    """Delete old checkpoints before every training step, all but the newest."""
-    init_args: InitArgs | None = None
-    engine_args: EngineArgs | None = None
-    peft_args: PeftArgs | None = None
-
-
-class TrainingArgs(GrpoConfig):
-    """Every setting of a GRPO step; `beta` is the guide's name of the KL coefficient."""
-
-    beta: float = Field(0.0, ge=0)
-    """Weight of the KL penalty."""
-
-    @pydantic.model_validator(mode="after")
-    def _one_name(self) -> "TrainingArgs":
-        if {"beta", "kl_penalty_coef"} <= self.model_fields_set:
-            raise ValueError("beta and kl_penalty_coef are the same setting: give one")
-        return self
-
-    def wire(self) -> dict[str, Any]:
-        """What the user set, under the server's names."""
-        given = self.model_dump(mode="json", exclude_unset=True)
-        if "beta" in given:
-            given["kl_penalty_coef"] = given.pop("beta")
-        return {"learning_rate": self.learning_rate, **given}
+    """Examples per epoch. No example repeats until all have been used. The default is the whole
+    dataset."""
 
 
 class ArtTrainerAdapterConfig(Config):
+    """Sends trajectories to a backend that speaks ART's protocol, such as `trainer serve`."""
+
     type: Literal["openpipe_art_trainer_adapter"] = Field(alias="_type")
     backend: ArtBackendConfig
+    """Address of the backend, and the model to train there."""
     training: TrainingArgs = TrainingArgs()
+    """Settings of every GRPO step."""
     wait_for_backend: float = Field(120, ge=0)
-    """Seconds to wait for a backend that went away; for one not there at first 5, unless given."""
+    """Seconds to wait for a backend that stops answering. If not set, the first connection waits
+    only 5 seconds."""
 
 
 class ArtTrainerConfig(Config):
+    """The epoch loop. It has no settings; see `finetuning`."""
+
     type: Literal["openpipe_art_trainer"] = Field(alias="_type")
 
 
-TrajectoryBuilder = Annotated[
+TrajectoryBuilderConfig = Annotated[
     Annotated[ArtTrajectoryBuilderConfig, Tag("openpipe_art_traj_builder")] | _Custom,
     Discriminator(_type_of),
 ]
-TrainerAdapter = Annotated[
+TrainerAdapterConfig = Annotated[
     Annotated[ArtTrainerAdapterConfig, Tag("openpipe_art_trainer_adapter")] | _Custom,
     Discriminator(_type_of),
 ]
-Trainer = Annotated[
+TrainerConfig = Annotated[
     Annotated[ArtTrainerConfig, Tag("openpipe_art_trainer")] | _Custom, Discriminator(_type_of)
 ]

@@ -1,6 +1,6 @@
-"""The file that `trainer finetune` reads: NVIDIA's finetuning YAML as it stands, and our additions.
+"""The config file of `trainer finetune`: NVIDIA's finetuning YAML, plus our additions.
 
-Components are named and typed: `_type` is one of ours, or `module:Class` of the user's.
+Each component has a name and a `_type`: one of ours, or the user's `module:Class`.
 """
 
 import difflib
@@ -15,12 +15,12 @@ from pydantic import Field, SecretStr
 from kit.config import Config, Location, read_yaml, validate
 from kit.errors import ConfigError
 from trainer.harness.components import (
-    Dataset,
-    Evaluator,
-    Trainer,
-    TrainerAdapter,
-    TrajectoryBuilder,
-    Workflow,
+    DatasetConfig,
+    EvaluatorConfig,
+    TrainerAdapterConfig,
+    TrainerConfig,
+    TrajectoryBuilderConfig,
+    WorkflowConfig,
 )
 
 ReportTo = Literal["wandb", "tensorboard", "mlflow", "langfuse", "openpipe"]
@@ -32,144 +32,161 @@ class LlmConfig(Config):
 
     type: Literal["openai"] = Field(alias="_type")
     model_name: str
-    """Name under which the endpoint serves the model."""
+    """The model's name at the endpoint."""
     base_url: str = "http://localhost:8000/v1"
-    """The endpoint; the one of `trainer serve` by default."""
+    """Base URL of the endpoint. The default is that of `trainer serve`."""
     api_key: SecretStr = SecretStr("default")
-    """Sent as bearer token."""
+    """Sent as a bearer token."""
     temperature: float | None = Field(None, ge=0, le=2)
-    """Sampling temperature; None is the endpoint's default."""
+    """Sampling temperature. Defaults to the endpoint's."""
     top_p: float | None = Field(None, gt=0, le=1)
-    """Nucleus sampling; None is the endpoint's default."""
+    """Nucleus sampling: the probability mass to sample from. Defaults to the endpoint's."""
     max_tokens: int | None = Field(None, ge=1)
-    """Longest completion; None is what the context leaves."""
+    """Longest completion, in tokens. Defaults to the rest of the context."""
     seed: int | None = None
-    """Seed of every request; None draws anew."""
+    """Seed sent with every request. By default, each request is sampled with a new seed."""
     max_retries: int = Field(10, ge=0)
-    """How often a call is made again when the endpoint is away or overloaded."""
+    """Retries of a call when the endpoint is unreachable or overloaded."""
     request_timeout: float = Field(600, gt=0)
-    """Seconds that one call may take."""
+    """Time limit of one call, in seconds."""
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """What goes into the body of every request."""
+        """Sampling settings for the body of every request."""
         return self.model_dump(
             include={"temperature", "top_p", "max_tokens", "seed"}, exclude_none=True
         )
 
 
-class EvalGeneral(Config):
+class EvalGeneralConfig(Config):
     """How the workflow is run on a dataset."""
 
     max_concurrency: int = Field(8, ge=1)
-    """Runs of the workflow at the same time."""
+    """Number of workflow runs at the same time."""
     output_dir: Path = Path(".tmp/nat/examples/default")
-    """Where every run's output and reward are written, a JSONL file per epoch."""
-    dataset: Dataset | None = None
-    """The examples that are trained on."""
+    """Directory for the output and reward of every run: one JSONL file per epoch."""
+    dataset: DatasetConfig | None = None
+    """The examples to train on."""
     run_timeout: float = Field(600, gt=0)
-    """Seconds that one run of the workflow may take; a longer one is a lost run."""
+    """Time limit of one workflow run, in seconds. A run that exceeds it is lost."""
     on_failure: Literal["continue", "stop"] = "continue"
-    """What a failed run does to the whole: it is counted, or it ends everything."""
+    """Whether a failed run is counted and skipped, or stops the whole run."""
 
 
 class EvalConfig(Config):
-    general: EvalGeneral = EvalGeneral()
-    evaluators: dict[str, Evaluator] = Field(default_factory=dict)
+    """The dataset and the evaluators."""
+
+    general: EvalGeneralConfig = EvalGeneralConfig()
+    """How the workflow is run on a dataset."""
+    evaluators: dict[str, EvaluatorConfig] = Field(default_factory=dict)
+    """Evaluators by name. One gives the reward; the others give metrics."""
 
 
-class RewardFunction(Config):
+class RewardFunctionConfig(Config):
+    """The choice of the evaluator that gives the reward."""
+
     name: str
-    """The evaluator whose score is the reward."""
+    """Name of the evaluator in `eval.evaluators`."""
 
 
 class CurriculumConfig(Config):
-    """Train on the easiest groups first, and on more of them as the epochs go by."""
+    """Curriculum learning: train on the easiest groups first, and add harder ones over time."""
 
     enabled: bool = False
-    """Whether groups are chosen by their difficulty at all."""
+    """Choose groups by difficulty. If false, every group is used."""
     initial_percentile: float = Field(0.3, gt=0, le=1)
-    """Share of the groups that the first epochs train on."""
+    """Fraction of the groups to start with."""
     increment_percentile: float = Field(0.2, gt=0, le=1)
-    """Share that every expansion adds."""
+    """Fraction of the groups that each expansion adds."""
     expansion_interval: int = Field(5, ge=1)
     """Epochs between expansions."""
     min_reward_diff: float = Field(0.1, ge=0)
-    """Groups whose rewards differ by less are left out: they teach nothing."""
+    """Skip groups whose best and worst rewards differ by less than this."""
     sort_ascending: bool = False
-    """Hardest first instead of easiest first."""
+    """Start with the hardest groups instead of the easiest."""
     random_subsample: float | None = Field(None, gt=0, le=1)
-    """Train on at most this share of the groups, drawn at random."""
+    """Train on at most this fraction of the groups, chosen at random."""
 
 
-class EarlyStopping(Config):
-    """Stop when a metric no longer rises, or is good enough."""
+class EarlyStoppingConfig(Config):
+    """Stop when a metric stops rising or reaches a target."""
 
     metric: Literal["validation/avg_reward", "avg_reward"] = "validation/avg_reward"
-    """What is watched: the validation's mean reward, or that of training."""
+    """Metric to watch: the mean reward of validation or of training."""
     patience: int = Field(3, ge=1)
-    """Measurements without a gain before the run stops."""
+    """Number of measurements without a gain before the run stops."""
     min_delta: float = Field(0.0, ge=0)
-    """A smaller gain counts as none."""
+    """Smallest increase that counts as a gain."""
     target: float | None = None
-    """Stop as soon as the metric reaches this."""
+    """Stop as soon as the metric reaches this value."""
 
 
 class FinetuningConfig(Config):
+    """The training run: its components, its length and its output."""
+
     enabled: bool = False
-    """Nothing is trained while this is false."""
+    """Train. If false, `trainer finetune` does nothing."""
     trainer: str | None = None
-    """Name in `trainers`."""
+    """The trainer to use, by its name in `trainers`."""
     trajectory_builder: str | None = None
-    """Name in `trajectory_builders`."""
+    """The trajectory builder to use, by its name in `trajectory_builders`."""
     trainer_adapter: str | None = None
-    """Name in `trainer_adapters`."""
-    reward_function: RewardFunction | None = None
-    """The evaluator whose score is the reward; may be left out when there is only one."""
+    """The trainer adapter to use, by its name in `trainer_adapters`."""
+    reward_function: RewardFunctionConfig | None = None
+    """The evaluator that gives the reward. Required only if there are several."""
     target_functions: list[str] = Field(default_factory=lambda: [WHOLE_WORKFLOW])
-    """Named parts of the workflow whose calls are trained on; `<workflow>` is all of them."""
+    """Train only on calls from these named parts of the workflow. `<workflow>` means all of it."""
     target_model: str | None = None
-    """Name in `llms`: only its calls are trained on. None is the LLM of the workflow."""
+    """Train only on calls to this LLM, by its name in `llms`. Defaults to the workflow's LLM."""
     curriculum_learning: CurriculumConfig = CurriculumConfig()
+    """Which groups each epoch trains on."""
     num_epochs: int = Field(1, ge=1)
-    """Rounds of sampling and training."""
+    """Number of epochs. Each samples trajectories and trains on them."""
     output_dir: Path = Path(".tmp/nat/finetuning")
-    """Where metrics, histories and the plot are written."""
-    early_stopping: EarlyStopping | None = None
-    """When to end before the last epoch; None never does."""
+    """Directory for metrics, histories and the plot."""
+    early_stopping: EarlyStoppingConfig | None = None
+    """When to stop before the last epoch. By default, all epochs run."""
     report_to: list[ReportTo] = Field(default_factory=list)
-    """Services that get the metrics too, each an optional package."""
+    """Services that also receive the metrics. Each needs its own package."""
     seed: int = 0
-    """Seed of what the harness itself draws at random."""
+    """Seed of the harness's random choices, such as the order of examples."""
 
     @pydantic.model_validator(mode="after")
-    def _is_whole(self) -> "FinetuningConfig":
+    def _check_complete(self) -> "FinetuningConfig":
         parts = ("trainer", "trajectory_builder", "trainer_adapter")
-        absent = [name for name in parts if self.enabled and getattr(self, name) is None]
-        if absent:
-            raise ValueError(f"with `enabled: true`, {', '.join(absent)} must be set")
+        missing = [name for name in parts if self.enabled and getattr(self, name) is None]
+        if missing:
+            raise ValueError(f"with `enabled: true`, {', '.join(missing)} must be set")
         return self
 
 
 class FinetuneConfig(Config):
-    """The whole file."""
+    """The whole config file."""
 
     llms: dict[str, LlmConfig] = Field(default_factory=dict)
-    workflow: Workflow
+    """LLMs by name."""
+    workflow: WorkflowConfig
+    """The agent to train."""
     eval: EvalConfig = EvalConfig()
-    trajectory_builders: dict[str, TrajectoryBuilder] = Field(default_factory=dict)
-    trainer_adapters: dict[str, TrainerAdapter] = Field(default_factory=dict)
-    trainers: dict[str, Trainer] = Field(default_factory=dict)
+    """The dataset and the evaluators."""
+    trajectory_builders: dict[str, TrajectoryBuilderConfig] = Field(default_factory=dict)
+    """Trajectory builders by name. `finetuning.trajectory_builder` chooses one."""
+    trainer_adapters: dict[str, TrainerAdapterConfig] = Field(default_factory=dict)
+    """Trainer adapters by name. `finetuning.trainer_adapter` chooses one."""
+    trainers: dict[str, TrainerConfig] = Field(default_factory=dict)
+    """Trainers by name. `finetuning.trainer` chooses one."""
     finetuning: FinetuningConfig = FinetuningConfig()
+    """The training run: its components, its length and its output."""
 
     @property
     def reward_name(self) -> str:
+        """Name of the evaluator that gives the reward."""
         given = self.finetuning.reward_function
         return given.name if given else next(iter(self.eval.evaluators))
 
 
 def load_config(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> FinetuneConfig:
-    """Read `path`, put the overrides in, and check that every name in it leads somewhere."""
+    """Read `path`, apply the overrides, and check that every component it names exists."""
     data, lines = read_yaml(path)
     for name, value in overrides:
         _override(data, lines, name, value)
@@ -179,30 +196,31 @@ def load_config(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> Finetu
 
 
 def _override(data: dict[str, Any], lines: dict[Location, int], name: str, text: str) -> None:
-    """Set `finetuning.num_epochs` and the like; the value is read as YAML reads it."""
+    """Set one value by its dotted path, such as `finetuning.num_epochs`. The text is YAML."""
     *parents, leaf = name.split(".")
-    at: Any = data
+    section: Any = data
     place: Location = ()
     for part in parents:
         place = (*place, part)
         lines.setdefault(place, 0)
-        at = at.setdefault(part, {})
-        if not isinstance(at, dict):
+        section = section.setdefault(part, {})
+        if not isinstance(section, dict):
             raise ConfigError(
-                f"`-o {name}` cannot be set: `{'.'.join(map(str, place))}` holds no settings",
-                hint="Name a setting of the file by its path, such as `finetuning.num_epochs`",
+                f"Cannot set `-o {name}`: `{'.'.join(map(str, place))}` has no settings",
+                hint="Give the setting's path in the file, such as `finetuning.num_epochs`",
             )
     try:
-        at[leaf] = _as_yaml(text)
+        section[leaf] = _parse_value(text)
     except yaml.YAMLError as exc:
         raise ConfigError(
-            f"`-o {name} {text}` is not a value", hint="Write it as in the YAML file"
+            f"`-o {name} {text}`: the value is not valid YAML",
+            hint="Write the value as in the config file",
         ) from exc
     lines[(*place, leaf)] = 0
 
 
-def _as_yaml(text: str) -> Any:
-    """A value as the file would have it; PyYAML alone takes `1e-6` for text."""
+def _parse_value(text: str) -> Any:
+    """Parse a value as the config file does. PyYAML by itself reads `1e-6` as a string."""
     try:
         return float(text) if not text.lstrip("+-").isdigit() else int(text)
     except ValueError:
@@ -210,15 +228,15 @@ def _as_yaml(text: str) -> Any:
 
 
 def _check_names(config: FinetuneConfig, source: str) -> None:
-    """Refuse, all at once, names that lead nowhere."""
-    told: list[str] = []
+    """Raise one error that lists every name without a definition."""
+    faults: list[str] = []
 
     def check(setting: str, name: str | None, known: Iterable[str]) -> None:
         names = list(known)
         if name is None or name in names:
             return
         near = difflib.get_close_matches(name, names, n=1)
-        told.append(
+        faults.append(
             f"`{setting}` names `{name}`, which does not exist"
             + (f", did you mean `{near[0]}`?" if near else "")
         )
@@ -239,20 +257,21 @@ def _check_names(config: FinetuneConfig, source: str) -> None:
         for part in getattr(evaluator, "weights", {}):
             check(f"eval.evaluators.{name}.weights", part, config.eval.evaluators)
     if finetuning.enabled:
-        told += _missing(config)
-    if told:
+        faults += _missing(config)
+    if faults:
         raise ConfigError(
-            f"`{source}` has {len(told)} fault{'s' * (len(told) > 1)}: " + "; ".join(told),
-            hint="Define what is named, or mend the name",
+            f"`{source}` has {len(faults)} fault{'s' * (len(faults) > 1)}: " + "; ".join(faults),
+            hint="Define the missing component, or correct the name",
         )
 
 
 def _missing(config: FinetuneConfig) -> list[str]:
-    told = []
+    """Return a message for each setting that finetuning needs and the config lacks."""
+    missing = []
     if config.eval.general.dataset is None:
-        told.append("`eval.general.dataset` is required when finetuning is enabled")
+        missing.append("`eval.general.dataset` is required when finetuning is enabled")
     if not config.eval.evaluators:
-        told.append("`eval.evaluators` must define a reward")
+        missing.append("`eval.evaluators` must define a reward")
     elif config.finetuning.reward_function is None and len(config.eval.evaluators) > 1:
-        told.append("`finetuning.reward_function` must name one of several evaluators")
-    return told
+        missing.append("`finetuning.reward_function` must name one of the evaluators")
+    return missing

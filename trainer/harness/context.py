@@ -1,4 +1,4 @@
-"""What every component of the harness gets at its start."""
+"""The context that every component of the harness receives in `initialize`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +12,8 @@ from trainer.harness.types import Example, TrainerAdapter, TrajectoryBuilder
 
 @dataclass
 class Context:
+    """The config, the examples and the components of one finetuning run."""
+
     config: FinetuneConfig
     runner: Runner
     examples: Sequence[Example]
@@ -28,12 +30,12 @@ class Context:
 
     @property
     def functions(self) -> list[str] | None:
-        """The named parts whose calls are trained on; None is the whole workflow."""
-        named = self.config.finetuning.target_functions
-        return None if WHOLE_WORKFLOW in named else named
+        """Names of the workflow's parts to train on; None means the whole workflow."""
+        names = self.config.finetuning.target_functions
+        return None if WHOLE_WORKFLOW in names else names
 
     @property
     def target_llm(self) -> str | None:
-        """The LLM whose calls are trained on: the one that the workflow is given."""
-        named = self.config.finetuning.target_model or getattr(self.config.workflow, "llm", None)
-        return named or next(iter(self.config.llms), None)
+        """Name of the LLM to train: `target_model`, else the workflow's, else the first one."""
+        name = self.config.finetuning.target_model or getattr(self.config.workflow, "llm", None)
+        return name or next(iter(self.config.llms), None)

@@ -1,4 +1,4 @@
-"""Curriculum learning as pure functions: which groups an epoch trains on, and the next state."""
+"""Curriculum learning as pure functions: choose an epoch's groups and compute the next state."""
 
 import math
 import random
@@ -11,14 +11,14 @@ from trainer.harness.config import CurriculumConfig
 
 @dataclass(frozen=True)
 class CurriculumState:
-    """Where the curriculum stands; saved as `curriculum_state.json`."""
+    """Progress of the curriculum, saved as `curriculum_state.json`."""
 
     current_percentile: float
     last_expansion_epoch: int = 0
     total_groups: int = 0
-    """Groups with a signal in the first epoch."""
+    """Number of groups in the first epoch whose rewards differed enough to train on."""
     included_groups: tuple[int, ...] = ()
-    """Groups that the last epoch trained on, by their place in it."""
+    """Indices of the groups that the last epoch trained on."""
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self), "included_groups": list(self.included_groups)}
@@ -29,40 +29,41 @@ class CurriculumState:
 
 
 def start(config: CurriculumConfig) -> CurriculumState:
+    """Return the state before the first epoch."""
     return CurriculumState(config.initial_percentile if config.enabled else 1.0)
 
 
 def expand(config: CurriculumConfig, state: CurriculumState, epoch: int) -> CurriculumState:
-    """The state at `epoch` (from 0): larger once the interval has passed."""
-    waited = epoch - state.last_expansion_epoch
-    if not config.enabled or waited < config.expansion_interval or state.current_percentile >= 1:
+    """Return the state at `epoch` (from 0), with a larger share once the interval has passed."""
+    elapsed = epoch - state.last_expansion_epoch
+    if not config.enabled or elapsed < config.expansion_interval or state.current_percentile >= 1:
         return state
-    # Rounded, so that 0.3 + 0.2 is 0.5 and a last hair does not keep it below 1.
-    grown = min(1.0, round(state.current_percentile + config.increment_percentile, 9))
-    return replace(state, current_percentile=grown, last_expansion_epoch=epoch)
+    # Rounding keeps float error from leaving the share just below 1.
+    percentile = min(1.0, round(state.current_percentile + config.increment_percentile, 9))
+    return replace(state, current_percentile=percentile, last_expansion_epoch=epoch)
 
 
 def select(
     config: CurriculumConfig,
     state: CurriculumState,
     rewards: Sequence[Sequence[float]],
-    chance: random.Random,
+    rng: random.Random,
 ) -> tuple[list[int], CurriculumState]:
-    """Places of the groups to train on, easiest first, and the state that records them."""
+    """Return the indices of the groups to train on, easiest first, and the new state."""
     if not config.enabled:
         chosen = list(range(len(rewards)))
         return chosen, replace(state, included_groups=tuple(chosen), total_groups=len(rewards))
     means = {
-        place: sum(group) / len(group)
-        for place, group in enumerate(rewards)
+        index: sum(group) / len(group)
+        for index, group in enumerate(rewards)
         if group and round(max(group) - min(group), 9) >= config.min_reward_diff
     }
-    order = sorted(means, key=lambda place: means[place], reverse=not config.sort_ascending)
+    order = sorted(means, key=lambda index: means[index], reverse=not config.sort_ascending)
     count = max(1, math.ceil(round(len(order) * state.current_percentile, 9)))
     chosen = order[:count]
     if config.random_subsample is not None:
-        most = math.ceil(round(len(order) * config.random_subsample, 9))
-        if len(chosen) > most:
-            chosen = chance.sample(chosen, most)
+        limit = math.ceil(round(len(order) * config.random_subsample, 9))
+        if len(chosen) > limit:
+            chosen = rng.sample(chosen, limit)
     total = state.total_groups or len(order)
     return chosen, replace(state, included_groups=tuple(sorted(chosen)), total_groups=total)

@@ -1,4 +1,4 @@
-"""Examples out of a file, every fault of the file told at once with its line."""
+"""Reads examples from a dataset, and reports all faults in it at once with their lines."""
 
 import csv
 import io
@@ -8,39 +8,40 @@ from pathlib import Path
 from typing import Any
 
 from kit.errors import ConfigError
-from trainer.harness.components import CustomConfig, JsonDataset
+from trainer.harness.components import CustomConfig, FileDatasetConfig
 from trainer.harness.types import Example
-from trainer.harness.user_code import instance
+from trainer.harness.user_code import create_component
 
-_TOLD = 5  # faults that are spelled out; the rest is counted
+_MAX_REPORTED = 5  # faults that the error lists; the rest are counted
 
 
-def load_examples(dataset: JsonDataset | CustomConfig, path: Path | None = None) -> list[Example]:
-    """The dataset's examples; `path` is another file of the same structure.
+def load_examples(
+    dataset: FileDatasetConfig | CustomConfig, path: Path | None = None
+) -> list[Example]:
+    """Read the dataset's examples, or those of `path`, a file with the same structure.
 
-    A dataset of the user's own is `_type: module:callable`; called, it yields mappings.
+    The user's own dataset is `_type: module:callable`. Calling it yields mappings.
     """
     if isinstance(dataset, CustomConfig) and path is None:
-        rows = ((number, row) for number, row in enumerate(instance(dataset), 1))
-        return _examples(rows, dataset.type, JsonDataset(_type="json", file_path=Path()))
+        rows = ((number, row) for number, row in enumerate(create_component(dataset), 1))
+        return _examples(rows, dataset.type, FileDatasetConfig(_type="json", file_path=Path()))
     if isinstance(dataset, CustomConfig):
         assert path is not None
-        dataset = JsonDataset(_type="json", file_path=path)
+        dataset = FileDatasetConfig(_type="json", file_path=path)
     file = path or dataset.file_path
     kind = file.suffix.lstrip(".") if path else dataset.type
     faults: list[str] = []
-    examples = _examples(_rows(file, kind, faults), str(file), dataset, faults)
-    return examples
+    return _examples(_rows(file, kind, faults), str(file), dataset, faults)
 
 
 def _rows(file: Path, kind: str, faults: list[str]) -> Iterator[tuple[int, Any]]:
-    """(line or number, entry) of every entry that can be read."""
+    """Yield (line or entry number, entry) for every entry that can be parsed."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(
-            f"The dataset `{file}` cannot be read: {exc}",
-            hint="Check `eval.general.dataset.file_path` and where you run the command",
+            f"Cannot read the dataset `{file}`: {exc}",
+            hint="Check `eval.general.dataset.file_path` and the working directory",
         ) from exc
     if kind == "csv":
         yield from enumerate(csv.DictReader(io.StringIO(text, newline="")), 2)
@@ -51,7 +52,9 @@ def _rows(file: Path, kind: str, faults: list[str]) -> Iterator[tuple[int, Any]]
         except json.JSONDecodeError as exc:
             faults.append(f"line {exc.lineno}: not valid JSON ({exc.msg})")
         return
-    for number, line in enumerate(text.split("\n"), 1):  # a JSON string may hold U+2028
+    for number, line in enumerate(
+        text.split("\n"), 1
+    ):  # not splitlines(): JSON strings may contain U+2028
         if not line.strip():
             continue
         try:
@@ -63,7 +66,7 @@ def _rows(file: Path, kind: str, faults: list[str]) -> Iterator[tuple[int, Any]]
 def _examples(
     rows: Iterator[tuple[int, Any]],
     source: str,
-    dataset: JsonDataset,
+    dataset: FileDatasetConfig,
     faults: list[str] | None = None,
 ) -> list[Example]:
     faults = [] if faults is None else faults
@@ -72,28 +75,29 @@ def _examples(
     examples = []
     for number, row in rows:
         if not isinstance(row, dict):
-            faults.append(f"entry {number}: not an object but `{row!r:.40}`")
+            faults.append(f"entry {number}: expected an object, found `{row!r:.40}`")
             continue
-        # Not every task has an answer to compare with, so that it alone may be absent.
-        absent = [key for key in keys[:2] if row.get(key) in (None, "")]
-        if absent:
-            names = ", ".join(f"`{key}`" for key in absent)
-            faults.append(f"entry {number}: {names} is missing")
+        # The answer is optional: some tasks have none to compare with.
+        missing = [key for key in keys[:2] if row.get(key) in (None, "")]
+        if missing:
+            names = ", ".join(f"`{key}`" for key in missing)
+            faults.append(f"entry {number}: missing {names}")
             continue
         name = str(row[keys[0]])
         if name in seen:
-            faults.append(f"entry {number}: the id `{name}` is that of entry {seen[name]} too")
+            faults.append(f"entry {number}: same id `{name}` as entry {seen[name]}")
             continue
         seen[name] = number
         examples.append(Example(name, row[keys[1]], row.get(keys[2]), row))
     if faults:
-        more = f"; and {len(faults) - _TOLD} more" if len(faults) > _TOLD else ""
+        rest = len(faults) - _MAX_REPORTED
+        more = f"; and {rest} more" if rest > 0 else ""
         raise ConfigError(
             f"The dataset `{source}` has {len(faults)} fault{'s' * (len(faults) > 1)}: "
-            + "; ".join(faults[:_TOLD])
+            + "; ".join(faults[:_MAX_REPORTED])
             + more,
-            hint="Mend the file, or set `id_key` and `structure` of the dataset",
+            hint="Fix the file, or set the dataset's `id_key` and `structure`",
         )
     if not examples:
-        raise ConfigError(f"The dataset `{source}` is empty", hint="Give at least one example")
+        raise ConfigError(f"The dataset `{source}` is empty", hint="Add at least one example")
     return examples

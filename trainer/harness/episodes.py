@@ -1,4 +1,4 @@
-"""From the calls a run made to episodes, and from episodes to what the backend trains on."""
+"""Builds episodes from the recorded calls of a run, and ART's JSON from episodes."""
 
 import itertools
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from trainer.harness.types import (
 NO_LOGPROBS = "No valid assistant messages with logprobs"
 
 
-def wanted(
+def select_completions(
     completions: Sequence[Completion], functions: Sequence[str] | None, llm: str | None
 ) -> list[Completion]:
-    """The calls that are trained on: those of the named functions and of one LLM; None is all."""
+    """Return the calls of these functions and this LLM. None selects all."""
     return [
         completion
         for completion in completions
@@ -30,9 +30,11 @@ def wanted(
 
 
 def build(run: WorkflowRun, completions: Sequence[Completion]) -> Trajectory | None:
-    """The run's trajectory, or None with the run's failure set."""
+    """Build the run's trajectory. If there is none, set the run's failure and return None."""
     if not completions:
-        run.fail(Failure.NO_CALLS, "no call of the target functions and model was recorded")
+        run.fail(
+            Failure.NO_CALLS, "no call to the target model from a target function was recorded"
+        )
         return None
     sampled = [completion for completion in completions if completion.has_logprobs]
     if not sampled:
@@ -63,22 +65,23 @@ def build(run: WorkflowRun, completions: Sequence[Completion]) -> Trajectory | N
 
 
 def _episodes(completions: Sequence[Completion]) -> list[list[EpisodeItem]]:
-    """Calls that continue each other are one conversation; any other begins one of its own."""
+    """Join calls that continue each other. Any other call starts a new episode."""
+    # Each conversation: all its messages so far, and its episode.
     conversations: list[tuple[list[Json], list[EpisodeItem]]] = []
     for completion in completions:
-        told = [_core(message) for message in completion.messages]
-        continued = (c for c in conversations if told[: len(c[0])] == [_core(m) for m in c[0]])
-        said, items = found = next(continued, ([], []))
-        if not said:
-            conversations.append(found)
-        items += [_message_item(message) for message in completion.messages[len(said) :]]
+        prompt = [_core(message) for message in completion.messages]
+        continued = (c for c in conversations if prompt[: len(c[0])] == [_core(m) for m in c[0]])
+        messages, items = conversation = next(continued, ([], []))
+        if not messages:
+            conversations.append(conversation)
+        items += [_message_item(message) for message in completion.messages[len(messages) :]]
         items.append(_choice_item(completion.choice))
-        said[:] = [*completion.messages, completion.choice["message"]]
+        messages[:] = [*completion.messages, completion.choice["message"]]
     return [items for _, items in conversations]
 
 
 def _core(message: Json) -> Json:
-    """What makes two messages the same: frameworks add and drop empty fields."""
+    """Reduce a message to what identifies it, because frameworks add and drop empty fields."""
     calls = [(call.get("function") or {}).get("name") for call in message.get("tool_calls") or ()]
     return {
         "role": message.get("role"),
@@ -113,7 +116,7 @@ def _choice_item(choice: Json) -> EpisodeItem:
 
 
 def check_order(episode: Sequence[EpisodeItem]) -> None:
-    """Refuse what no chat template can render as it was sampled."""
+    """Raise if no chat template can render the episode as it was sampled."""
     if not episode:
         raise OutOfOrder("An episode is empty")
     first = episode[0].role
@@ -125,11 +128,11 @@ def check_order(episode: Sequence[EpisodeItem]) -> None:
 
 
 def to_wire(trajectory: Trajectory) -> Json:
-    """A trajectory as ART's control API takes it."""
-    about = trajectory.metadata or {}
-    tools = about.get("tools")
-    # The API's metadata holds plain values only.
-    plain = {k: v for k, v in about.items() if isinstance(v, str | int | float | bool)}
+    """Convert a trajectory to the JSON of ART's control API."""
+    metadata = trajectory.metadata or {}
+    tools = metadata.get("tools")
+    # The API accepts only plain values as metadata.
+    plain = {k: v for k, v in metadata.items() if isinstance(v, str | int | float | bool)}
     return {
         "messages_and_choices": [_wire_item(item) for item in trajectory.episode],
         "additional_histories": [
@@ -144,25 +147,25 @@ def to_wire(trajectory: Trajectory) -> Json:
     }
 
 
-def measured(run: WorkflowRun) -> Json:
-    """A run that is not trained on, as a group of ART's: its last conversation and its reward."""
+def validation_group(run: WorkflowRun) -> Json:
+    """Convert a validation run to an ART group: its last conversation and its reward."""
     if run.reward is None:
-        why = {"type": str(run.failure), "message": run.error, "traceback": ""}
-        return {"trajectories": [], "exceptions": [why]}
+        error = {"type": str(run.failure), "message": run.error, "traceback": ""}
+        return {"trajectories": [], "exceptions": [error]}
     last = run.completions[-1:]
-    said = [message for call in last for message in (*call.messages, call.choice)]
-    about = {"example_id": run.example.id}
-    trajectory = {"messages_and_choices": said, "reward": run.reward, "metadata": about}
+    messages = [message for call in last for message in (*call.messages, call.choice)]
+    metadata = {"example_id": run.example.id}
+    trajectory = {"messages_and_choices": messages, "reward": run.reward, "metadata": metadata}
     return {"trajectories": [{**trajectory, "metrics": run.metrics}], "exceptions": []}
 
 
 def _wire_item(item: EpisodeItem) -> Json:
-    about = item.metadata or {}
+    metadata = item.metadata or {}
     if item.role == EpisodeItemRole.ASSISTANT and item.logprobs is not None:
-        return about.get("choice") or {
+        return metadata.get("choice") or {
             "index": 0,
             "finish_reason": "stop",
             "logprobs": item.logprobs,
             "message": {"role": "assistant", "content": item.content},
         }
-    return about.get("message") or {"role": item.role.value, "content": item.content}
+    return metadata.get("message") or {"role": item.role.value, "content": item.content}

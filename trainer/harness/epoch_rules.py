@@ -1,4 +1,4 @@
-"""What the loop decides, as pure functions: the numbers of an epoch, when to stop, and why."""
+"""The rules of the epoch loop as pure functions: metrics, early stopping and its reasons."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,27 +8,27 @@ from typing import Any
 from kit.errors import ConfigError
 from kit.types import Json
 from trainer.errors import BackendBehind
-from trainer.harness.config import EarlyStopping
+from trainer.harness.config import EarlyStoppingConfig
 from trainer.harness.metrics import reward_summary
 from trainer.harness.types import Trajectory, TrajectoryCollection
 
 
-def teaching(groups: Sequence[list[Trajectory]]) -> list[list[Trajectory]]:
-    """The groups that can teach something: their rewards differ."""
+def groups_with_signal(groups: Sequence[list[Trajectory]]) -> list[list[Trajectory]]:
+    """Return the groups whose rewards differ. Equal rewards give no training signal."""
     return [group for group in groups if any(t.reward != group[0].reward for t in group)]
 
 
-def epoch_row(
-    epoch: int, found: TrajectoryCollection, chosen: TrajectoryCollection, percentile: float
+def epoch_metrics(
+    epoch: int, sampled: TrajectoryCollection, chosen: TrajectoryCollection, percentile: float
 ) -> Json:
-    """The metrics of an epoch, before and after the choice of groups."""
+    """Return the metrics of an epoch, for all sampled groups and for the chosen ones."""
     return {
         "epoch": epoch,
         "timestamp": datetime.now(UTC).isoformat(),
-        "run_id": found.run_id,
-        **reward_summary([reward for group in found.rewards for reward in group]),
-        "num_trajectories": found.count,
-        "num_groups": len(found.trajectories),
+        "run_id": sampled.run_id,
+        **reward_summary([reward for group in sampled.rewards for reward in group]),
+        "num_trajectories": sampled.count,
+        "num_groups": len(sampled.trajectories),
         "filtered_trajectories": chosen.count,
         "filtered_groups": len(chosen.trajectories),
         **reward_summary([reward for group in chosen.rewards for reward in group], "filtered_"),
@@ -36,18 +36,19 @@ def epoch_row(
     }
 
 
-def check_rule(rule: EarlyStopping | None, *, validated: bool) -> None:
+def check_early_stopping(rule: EarlyStoppingConfig | None, *, validated: bool) -> None:
+    """Raise if the rule watches validation and there is none."""
     if rule and rule.metric.startswith("validation/") and not validated:
         raise ConfigError(
-            f"`early_stopping` watches `{rule.metric}`, and there is no validation dataset",
-            hint="Give `--validation_dataset`, or set `early_stopping.metric: avg_reward`",
+            f"`early_stopping` watches `{rule.metric}`, but there is no validation dataset",
+            hint="Pass `--validation_dataset`, or set `early_stopping.metric: avg_reward`",
         )
 
 
 def reason_to_stop(
-    rule: EarlyStopping | None, training: Sequence[Json], validation: Sequence[Json]
+    rule: EarlyStoppingConfig | None, training: Sequence[Json], validation: Sequence[Json]
 ) -> str | None:
-    """Why the run should end before its last epoch, or None."""
+    """Return why the run should stop before its last epoch, or None."""
     if rule is None:
         return None
     rows = validation if rule.metric.startswith("validation/") else training
@@ -56,24 +57,24 @@ def reason_to_stop(
         return None
     if rule.target is not None and values[-1] >= rule.target:
         return f"`{rule.metric}` reached {values[-1]:.4f}"
-    before, since = values[: -rule.patience], values[-rule.patience :]
-    gain = max(since) - max(before, default=-math.inf)
-    if before and (gain <= 0 or gain < rule.min_delta):
+    earlier, recent = values[: -rule.patience], values[-rule.patience :]
+    gain = max(recent) - max(earlier, default=-math.inf)
+    if earlier and (gain <= 0 or gain < rule.min_delta):
         return f"`{rule.metric}` did not rise in {rule.patience} measurements"
     return None
 
 
-def check_reached(step: int | None, reached: int | None) -> None:
-    """Raise where the backend's step is before the one that a run had reached."""
+def check_backend_step(step: int | None, reached: int | None) -> None:
+    """Raise if the backend's step is lower than the one the run had reached."""
     if step is not None and reached is not None and step < reached:
         raise BackendBehind(f"The backend is at step {step}, but this run had reached {reached}")
 
 
-def reasons_for_nothing(row: Mapping[str, Any]) -> str:
-    """Why an epoch had nothing to train on, from its counts."""
-    told = [f"{count} runs: {reason}" for reason, count in row["failures"].items()]
+def reasons_for_no_training(row: Mapping[str, Any]) -> str:
+    """Explain from an epoch's counts why it had nothing to train on."""
+    reasons = [f"{count} runs: {reason}" for reason, count in row["failures"].items()]
     dropped = {name.split("dropped_")[1]: n for name, n in row.items() if "dropped_" in name}
-    told += [f"{count:g} groups or trajectories: {why}" for why, count in dropped.items()]
+    reasons += [f"{count:g} groups or trajectories: {why}" for why, count in dropped.items()]
     if row["num_groups"] and not row["filtered_groups"]:
-        told.append(f"{row['num_groups']} groups: equal_rewards")
-    return "; ".join(told) or "no example gave a trajectory"
+        reasons.append(f"{row['num_groups']} groups: equal_rewards")
+    return "; ".join(reasons) or "no example produced a trajectory"

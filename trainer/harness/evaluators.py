@@ -1,5 +1,6 @@
-"""Evaluators: a number for every run. They score all runs of one example together, so that one
-that ranks them against each other is no special case.
+"""Evaluators: each gives every run a score.
+
+An evaluator receives all runs of one example together, so it can also compare them.
 """
 
 import asyncio
@@ -15,16 +16,18 @@ from trainer.harness import components as configs
 from trainer.harness.judges import LlmJudge, Ruler
 from trainer.harness.llm import Llms
 from trainer.harness.types import Failure, WorkflowRun
-from trainer.harness.user_code import call, instance, load
+from trainer.harness.user_code import call, create_component, import_object
 
 
 class Evaluator(Protocol):
+    """Scores all runs of one example."""
+
     async def score(self, runs: Sequence[WorkflowRun]) -> list[Any]:
-        """A number, or a dict with `reward` and other numbers, for each run; or an exception."""
+        """Return for each run a number, a dict with `reward` and other metrics, or an exception."""
 
 
 class EachRun:
-    """Scores every run by itself, with a function that may be sync or async."""
+    """Scores each run separately with the user's function, sync or async."""
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
         self._function = function
@@ -35,8 +38,8 @@ class EachRun:
         return list(await asyncio.gather(*calls, return_exceptions=True))
 
 
-class Plain:
-    """Scores every run by itself, with a quick function of ours."""
+class FastFunction:
+    """Scores each run separately with one of our functions, fast enough for the event loop."""
 
     def __init__(self, function: Callable[[WorkflowRun], float]) -> None:
         self._function = function
@@ -46,7 +49,7 @@ class Plain:
 
 
 class WeightedSum:
-    """Several evaluators as one; their own scores are kept as metrics."""
+    """Adds up the weighted scores of other evaluators, and keeps each score as a metric."""
 
     def __init__(self, parts: Mapping[str, Evaluator], weights: Mapping[str, float]) -> None:
         self._parts = parts
@@ -54,31 +57,31 @@ class WeightedSum:
 
     async def score(self, runs: Sequence[WorkflowRun]) -> list[Any]:
         names = list(self._weights)
-        scored = await asyncio.gather(*(self._parts[name].score(runs) for name in names))
+        by_part = await asyncio.gather(*(self._parts[name].score(runs) for name in names))
         result: list[Any] = []
-        for run, scores in zip(runs, zip(*scored, strict=True), strict=True):
+        for run, scores in zip(runs, zip(*by_part, strict=True), strict=True):
             try:
-                found = {
-                    name: number(score, name, run)
+                parsed = {
+                    name: parse_score(score, name, run)
                     for name, score in zip(names, scores, strict=True)
                 }
             except BadScore as error:
                 result.append(error)
                 continue
-            more = {key: value for _, metrics in found.values() for key, value in metrics.items()}
-            numbers = {name: value for name, (value, _) in found.items()}
-            total = sum(self._weights[name] * value for name, value in numbers.items())
-            result.append({**more, **numbers, "reward": total})
+            metrics = {key: value for _, more in parsed.values() for key, value in more.items()}
+            values = {name: value for name, (value, _) in parsed.items()}
+            total = sum(self._weights[name] * value for name, value in values.items())
+            result.append({**metrics, **values, "reward": total})
         return result
 
 
-def number(score: Any, name: str, run: WorkflowRun) -> tuple[float, dict[str, float]]:
-    """An evaluator's score and its other metrics, or `BadScore` that says what it gave."""
-    where = f"Evaluator `{name}`, example `{run.example.id}`:"
+def parse_score(score: Any, name: str, run: WorkflowRun) -> tuple[float, dict[str, float]]:
+    """Split an evaluator's result into the score and other metrics, or raise `BadScore`."""
+    where = f"Evaluator `{name}` on example `{run.example.id}`"
     if isinstance(score, BadScore):
         raise score
     if isinstance(score, BaseException):
-        raise BadScore(f"{where} it raised {type(score).__name__}: {score}") from score
+        raise BadScore(f"{where} raised {type(score).__name__}: {score}") from score
     metrics: dict[str, float] = {}
     if isinstance(score, Mapping):
         metrics = {
@@ -88,28 +91,28 @@ def number(score: Any, name: str, run: WorkflowRun) -> tuple[float, dict[str, fl
         }
         score = score.get("reward")
     if not _is_number(score):
-        raise BadScore(f"{where} it gave `{score!r:.60}`, not a finite number")
+        raise BadScore(f"{where} returned `{score!r:.60}`, not a finite number")
     return float(score), metrics
 
 
 def _is_number(value: Any) -> bool:
-    # numpy's and torch's scalars have `item`; a bool counts as 0 or 1.
+    # Scalars of numpy and torch have `item`. A bool counts as 0 or 1.
     try:
         value = value.item() if hasattr(value, "item") else value
-    except (TypeError, ValueError, RuntimeError):  # an array of several
+    except (TypeError, ValueError, RuntimeError):  # an array with several values
         return False
     return isinstance(value, int | float) and math.isfinite(value)
 
 
 class Scorer:
-    """All evaluators of a config: one gives the reward, the others metrics."""
+    """All evaluators of a config: one gives the reward, the others give metrics."""
 
     def __init__(self, evaluators: Mapping[str, Evaluator], reward: str) -> None:
         self._evaluators = evaluators
         self._reward = reward
 
     async def score(self, runs: Sequence[WorkflowRun]) -> None:
-        """Set reward and metrics of every run of one example; a run that cannot be scored fails."""
+        """Set the reward and metrics of all runs of one example. A run without a score fails."""
         runs = [run for run in runs if run.failure is None]
         if not runs:
             return
@@ -117,17 +120,19 @@ class Scorer:
             try:
                 scores = await evaluator.score(runs)
                 if len(scores) != len(runs):
-                    raise BadScore(f"it gave {len(scores)} scores for {len(runs)} runs")
-            except Exception as error:  # the user's code: its fault is a lost run, not the end
+                    raise BadScore(
+                        f"Evaluator `{name}` returned {len(scores)} scores for {len(runs)} runs"
+                    )
+            except Exception as error:  # an error in the user's code loses runs, not the training
                 scores = [error] * len(runs)
             for run, score in zip(runs, scores, strict=True):
-                self._take(run, name, score)
+                self._record(run, name, score)
 
-    def _take(self, run: WorkflowRun, name: str, score: Any) -> None:
+    def _record(self, run: WorkflowRun, name: str, score: Any) -> None:
         if run.failure is not None:
             return
         try:
-            value, metrics = number(score, name, run)
+            value, metrics = parse_score(score, name, run)
         except BadScore as error:
             run.fail(Failure.EVALUATOR, error.message)
             return
@@ -139,78 +144,84 @@ class Scorer:
 
 
 def load_evaluators(
-    wanted: Mapping[str, Any], llms: Llms, *, reward: str | None = None
+    configured: Mapping[str, Any], llms: Llms, *, reward: str | None = None
 ) -> dict[str, Evaluator]:
-    """Build what the config names; a weighted sum gets its parts. `reward` stays in any case."""
-    made: dict[str, Evaluator] = {
-        name: _make(config, llms)
-        for name, config in wanted.items()
-        if not isinstance(config, configs.WeightedSum)
+    """Create the evaluators of a config.
+
+    A weighted sum scores its parts itself, so they are left out, except for `reward`.
+    """
+    created: dict[str, Evaluator] = {
+        name: _create(config, llms)
+        for name, config in configured.items()
+        if not isinstance(config, configs.WeightedSumConfig)
     }
-    for name, config in wanted.items():
-        if isinstance(config, configs.WeightedSum):
-            if absent := [part for part in config.weights if part not in made]:
+    for name, config in configured.items():
+        if isinstance(config, configs.WeightedSumConfig):
+            if nested := [part for part in config.weights if part not in created]:
                 raise ConfigError(
-                    f"`eval.evaluators.{name}` weighs `{absent[0]}`, a weighted sum itself",
-                    hint="Give the weights of its parts here",
+                    f"`eval.evaluators.{name}` includes `{nested[0]}`, which is a weighted sum too",
+                    hint=f"Weight the parts of `{nested[0]}` directly",
                 )
-            parts = {part: made[part] for part in config.weights}
-            made[name] = WeightedSum(parts, config.weights)
+            parts = {part: created[part] for part in config.weights}
+            created[name] = WeightedSum(parts, config.weights)
     summed = {
         part
-        for config in wanted.values()
-        if isinstance(config, configs.WeightedSum)
+        for config in configured.values()
+        if isinstance(config, configs.WeightedSumConfig)
         for part in config.weights
     }
-    # Parts of a sum are scored, and kept as metrics, by the sum.
-    return {name: it for name, it in made.items() if name not in summed or name == reward}
+    return {
+        name: evaluator
+        for name, evaluator in created.items()
+        if name not in summed or name == reward
+    }
 
 
-def _make(config: Any, llms: Llms) -> Evaluator:
+def _create(config: Any, llms: Llms) -> Evaluator:
     match config:
         case configs.CustomConfig():
-            made: Evaluator = instance(config)
-            return made
-        case configs.PythonEvaluator():
-            return EachRun(load(config.function), config.args)
-        case configs.ExactMatch():
-            return Plain(lambda run: float(_text(run, config) == _answer(run, config)))
-        case configs.Contains():
-            return Plain(lambda run: float(_answer(run, config) in _text(run, config)))
-        case configs.Regex():
-            return Plain(_regex(config))
-        case configs.JsonSchema():
-            return Plain(_json_schema(config))
-        case configs.IntermediateSteps():
-            return Plain(lambda run: _aggregate(run.step_rewards, config))
-        case configs.LlmJudge():
+            evaluator: Evaluator = create_component(config)
+            return evaluator
+        case configs.PythonEvaluatorConfig():
+            return EachRun(import_object(config.function), config.args)
+        case configs.ExactMatchConfig():
+            return FastFunction(lambda run: float(_output(run, config) == _answer(run, config)))
+        case configs.ContainsConfig():
+            return FastFunction(lambda run: float(_answer(run, config) in _output(run, config)))
+        case configs.RegexConfig():
+            return FastFunction(_regex(config))
+        case configs.JsonSchemaConfig():
+            return FastFunction(_json_schema(config))
+        case configs.IntermediateStepsConfig():
+            return FastFunction(lambda run: _aggregate(run.step_rewards, config))
+        case configs.LlmJudgeConfig():
             return LlmJudge(llms, config)
-        case configs.Ruler():
+        case configs.RulerConfig():
             return Ruler(llms, config)
     raise AssertionError(config)
 
 
-def _text(run: WorkflowRun, config: configs.ExactMatch | configs.Contains) -> str:
-    return _normal(run.output, config)
+def _output(run: WorkflowRun, config: configs.ExactMatchConfig | configs.ContainsConfig) -> str:
+    return _normalize(run.output, config)
 
 
-def _answer(run: WorkflowRun, config: configs.ExactMatch | configs.Contains) -> str:
-    return _normal(run.example.answer, config)
+def _answer(run: WorkflowRun, config: configs.ExactMatchConfig | configs.ContainsConfig) -> str:
+    return _normalize(run.example.answer, config)
 
 
-def _normal(value: Any, config: configs.ExactMatch | configs.Contains) -> str:
+def _normalize(value: Any, config: configs.ExactMatchConfig | configs.ContainsConfig) -> str:
     text = "" if value is None else str(value)
     if getattr(config, "strip", True):
         text = text.strip()
     return text.casefold() if config.ignore_case else text
 
 
-def _regex(config: configs.Regex) -> Callable[[WorkflowRun], float]:
+def _regex(config: configs.RegexConfig) -> Callable[[WorkflowRun], float]:
     try:
         pattern = re.compile(config.pattern, re.IGNORECASE if config.ignore_case else 0)
     except re.error as exc:
         raise ConfigError(
-            f"`{config.pattern}` is not a regular expression: {exc}", hint="Mend `pattern`"
+            f"`{config.pattern}` is not a regular expression: {exc}", hint="Fix `pattern`"
         ) from exc
 
     def score(run: WorkflowRun) -> float:
@@ -222,19 +233,21 @@ def _regex(config: configs.Regex) -> Callable[[WorkflowRun], float]:
     return score
 
 
-def _json_schema(config: configs.JsonSchema) -> Callable[[WorkflowRun], float]:
+def _json_schema(config: configs.JsonSchemaConfig) -> Callable[[WorkflowRun], float]:
     try:
         import jsonschema
     except ImportError:
         raise NotInstalled(
-            "The evaluator `json_schema` needs `jsonschema`, not installed here",
+            "The evaluator `json_schema` needs `jsonschema`, which is not installed",
             hint="Install it with `pip install jsonschema`",
         ) from None
     validator = jsonschema.validators.validator_for(config.json_schema)
     try:
         validator.check_schema(config.json_schema)
     except jsonschema.SchemaError as exc:
-        raise ConfigError(f"`schema` is not a JSON schema: {exc.message}", hint="Mend it") from exc
+        raise ConfigError(
+            f"`schema` is not a JSON schema: {exc.message}", hint="Fix `schema`"
+        ) from exc
     check = validator(config.json_schema)
 
     def score(run: WorkflowRun) -> float:
@@ -249,7 +262,7 @@ def _json_schema(config: configs.JsonSchema) -> Callable[[WorkflowRun], float]:
     return score
 
 
-def _aggregate(rewards: Sequence[float], config: configs.IntermediateSteps) -> float:
+def _aggregate(rewards: Sequence[float], config: configs.IntermediateStepsConfig) -> float:
     if not rewards:
         return 0.0
     match config.aggregate:

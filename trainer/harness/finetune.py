@@ -1,4 +1,4 @@
-"""`trainer finetune`: from a config file to a trained model, top to bottom."""
+"""`trainer finetune`: trains a model as a config file describes."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ from trainer.harness.trainer import ARTTrainer
 from trainer.harness.trainer_adapter import ARTTrainerAdapter
 from trainer.harness.trajectory_builder import ARTTrajectoryBuilder
 from trainer.harness.types import TrainingJobStatus, TrainingStatusEnum
-from trainer.harness.user_code import instance
+from trainer.harness.user_code import create_component
 from trainer.harness.workflow import load_workflow
 
 logger = logging.getLogger(__name__)
@@ -31,16 +31,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Result:
-    """What a run came to."""
+    """The outcome of a run."""
 
     config: FinetuneConfig
     statuses: list[TrainingJobStatus]
     history: History | None
-    """None when a trainer of the user's own keeps none."""
+    """None if the user's own trainer keeps no history."""
 
 
 def finetune(config_file: Path, **options: Any) -> Result | None:
-    """`train`, for callers that are not async."""
+    """Call `train` from code that is not async."""
     return asyncio.run(train(config_file, **options))
 
 
@@ -53,7 +53,7 @@ async def train(
     resume: bool = False,
     console: Console | None = None,
 ) -> Result | None:
-    """Run the whole thing; None when the config says that finetuning is not enabled.
+    """Train as the config file describes; return None if it does not enable finetuning.
 
     In a notebook: `result = await train(Path("config.yaml"))`.
     """
@@ -84,7 +84,7 @@ async def _run(config: FinetuneConfig, context: Context, llms: Llms) -> Result:
     finally:
         for part in (context.trajectory_builder, context.trainer_adapter):
             for name in ("cancel", "close"):
-                # Only a builder is cancelled whole; an adapter cancels one job.
+                # A builder's `cancel` stops everything. A TrainerAdapter's stops one job.
                 if hasattr(part, name) and not (name == "cancel" and hasattr(part, "submit")):
                     await getattr(part, name)()
         await llms.close()
@@ -98,7 +98,7 @@ async def _run(config: FinetuneConfig, context: Context, llms: Llms) -> Result:
 
 
 def _context(config: FinetuneConfig, llms: Llms, progress: Progress) -> Context:
-    general, wanted = config.eval.general, config.finetuning
+    general, finetuning = config.eval.general, config.finetuning
     assert general.dataset is not None
     scorer = Scorer(
         load_evaluators(config.eval.evaluators, llms, reward=config.reward_name),
@@ -119,19 +119,19 @@ def _context(config: FinetuneConfig, llms: Llms, progress: Progress) -> Context:
         examples=load_examples(general.dataset),
         progress=progress,
         trajectory_builder=_component(
-            config.trajectory_builders, wanted.trajectory_builder, ARTTrajectoryBuilder
+            config.trajectory_builders, finetuning.trajectory_builder, ARTTrajectoryBuilder
         ),
         trainer_adapter=_component(
-            config.trainer_adapters, wanted.trainer_adapter, ARTTrainerAdapter
+            config.trainer_adapters, finetuning.trainer_adapter, ARTTrainerAdapter
         ),
     )
 
 
 def _component(configured: dict[str, Any], name: str | None, ours: Any) -> Any:
-    """Our component with its settings, or the user's own."""
+    """Create the component `name`: one of ours, or the user's."""
     assert name is not None
     config = configured[name]
-    return instance(config) if isinstance(config, configs.CustomConfig) else ours(config)
+    return create_component(config) if isinstance(config, configs.CustomConfig) else ours(config)
 
 
 def _log_to(console: Console) -> None:
@@ -144,25 +144,25 @@ def _log_to(console: Console) -> None:
 
 
 def summary(result: Result) -> dict[str, Any]:
-    """The result as data: the histories and the status of every epoch of this call."""
-    past = result.history
+    """Return the result as data: the histories, and the status of each epoch of this call."""
+    history = result.history
     return {
-        "run_id": past.run_id if past else None,
-        "epochs": past.epoch if past else len(result.statuses),
+        "run_id": history.run_id if history else None,
+        "epochs": history.epoch if history else len(result.statuses),
         "output_dir": str(result.config.finetuning.output_dir),
-        "rewards": past.rewards if past else [],
-        "validation": past.validation if past else [],
+        "rewards": history.rewards if history else [],
+        "validation": history.validation if history else [],
         "statuses": [status.model_dump(mode="json") for status in result.statuses],
     }
 
 
 def closing_lines(result: Result) -> list[str]:
-    """What to tell a person at the end: before and after, and where things are."""
-    past = result.history
-    if past is None:
+    """Return the lines to print at the end: rewards before and after, and the files."""
+    history = result.history
+    if history is None:
         return []
     lines = []
-    measured = [row for row in past.validation if row.get("avg_reward") is not None]
+    measured = [row for row in history.validation if row.get("avg_reward") is not None]
     if len(measured) > 1:
         first, last = measured[0], measured[-1]
         gain = last["avg_reward"] - first["avg_reward"]
@@ -175,9 +175,9 @@ def closing_lines(result: Result) -> list[str]:
                 f"Validation {name}: {first['metrics'][name]:.3f} before, "
                 f"{last['metrics'][name]:.3f} after"
             )
-    rewards = [row["avg_reward"] for row in past.rewards if row["avg_reward"] is not None]
+    rewards = [row["avg_reward"] for row in history.rewards if row["avg_reward"] is not None]
     if rewards:
-        lines.append(f"Training reward: {rewards[0]:.3f} first, {rewards[-1]:.3f} last")
-    lines.append(f"Metrics: {past.directory / METRICS}")
-    lines.append(f"Plot: {past.directory / PLOT}")
+        lines.append(f"Training reward: {rewards[0]:.3f} first epoch, {rewards[-1]:.3f} last epoch")
+    lines.append(f"Metrics: {history.directory / METRICS}")
+    lines.append(f"Plot: {history.directory / PLOT}")
     return lines

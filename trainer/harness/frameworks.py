@@ -1,7 +1,7 @@
-"""Thin adapters: a framework's agent as a workflow. Each imports its framework when it is used.
+"""Workflows for agent frameworks. Each imports its framework only when it is used.
 
-`function` is a factory of the user's: it gets the framework's own LLM object, aimed at the run's
-base URL, and returns an agent. Nothing else is needed, since the gateway records the calls.
+The user's `function` is a factory: it receives the framework's LLM object, which points at the
+run's base URL, and returns an agent. Nothing else is needed, because the gateway records the calls.
 """
 
 import importlib
@@ -27,8 +27,8 @@ def _import(module: str, package: str) -> Any:
 
 
 def _langchain_llm(llm: Llm) -> Any:
-    make = _import("langchain_openai", "langchain-openai").ChatOpenAI
-    return make(
+    chat_openai = _import("langchain_openai", "langchain-openai").ChatOpenAI
+    return chat_openai(
         model=llm.model,
         base_url=llm.base_url,
         api_key=llm.api_key,
@@ -39,7 +39,7 @@ def _langchain_llm(llm: Llm) -> Any:
 
 
 def langchain(factory: Factory, arguments: dict[str, Any]) -> Workflow:
-    """A chain: called with the question, its text is the output."""
+    """Run a chain on the question. Its text is the output."""
 
     async def run(example: Example, llm: Llm) -> Any:
         chain = await call(factory, _langchain_llm(llm), **arguments)
@@ -50,7 +50,7 @@ def langchain(factory: Factory, arguments: dict[str, Any]) -> Workflow:
 
 
 def langgraph(factory: Factory, arguments: dict[str, Any]) -> Workflow:
-    """A graph over messages: called with the question, its last message is the output."""
+    """Run a graph of messages on the question. The last message is the output."""
 
     async def run(example: Example, llm: Llm) -> Any:
         graph = await call(factory, _langchain_llm(llm), **arguments)
@@ -61,12 +61,14 @@ def langgraph(factory: Factory, arguments: dict[str, Any]) -> Workflow:
 
 
 def llama_index(factory: Factory, arguments: dict[str, Any]) -> Workflow:
-    """An agent or a chat engine of LlamaIndex."""
+    """Run a LlamaIndex agent or chat engine on the question."""
 
     async def run(example: Example, llm: Llm) -> Any:
-        make = _import("llama_index.llms.openai_like", "llama-index-llms-openai-like").OpenAILike
-        sampling = {"temperature": 1.0, **llm.config.sampling}  # its own default is 0.1
-        made = make(
+        openai_like = _import(
+            "llama_index.llms.openai_like", "llama-index-llms-openai-like"
+        ).OpenAILike
+        sampling = {"temperature": 1.0, **llm.config.sampling}  # LlamaIndex defaults to 0.1
+        model = openai_like(
             model=llm.model,
             api_base=llm.base_url,
             api_key=llm.api_key,
@@ -78,7 +80,7 @@ def llama_index(factory: Factory, arguments: dict[str, Any]) -> Workflow:
             },
             additional_kwargs=sampling,
         )
-        agent = await call(factory, made, **arguments)
+        agent = await call(factory, model, **arguments)
         question = str(example.question)
         if hasattr(agent, "run"):
             return str(await agent.run(user_msg=question))
@@ -88,14 +90,14 @@ def llama_index(factory: Factory, arguments: dict[str, Any]) -> Workflow:
 
 
 def google_adk(factory: Factory, arguments: dict[str, Any]) -> Workflow:
-    """An agent of Google's ADK, run in a session of its own."""
+    """Run a Google ADK agent on the question, in a new session."""
 
     async def run(example: Example, llm: Llm) -> Any:
         models = _import("google.adk.models.lite_llm", "google-adk litellm")
         runners = importlib.import_module("google.adk.runners")
         types = importlib.import_module("google.genai.types")
-        made = models.LiteLlm(
-            # LiteLLM's name of any OpenAI-compatible endpoint.
+        model = models.LiteLlm(
+            # LiteLLM's prefix for any OpenAI-compatible endpoint.
             model=f"openai/{llm.model}",
             api_base=llm.base_url,
             api_key=llm.api_key,
@@ -103,7 +105,7 @@ def google_adk(factory: Factory, arguments: dict[str, Any]) -> Workflow:
             timeout=llm.config.request_timeout,
             **llm.config.sampling,
         )
-        agent = await call(factory, made, **arguments)
+        agent = await call(factory, model, **arguments)
         runner = runners.InMemoryRunner(agent=agent, app_name="finetune")
         session = await runner.session_service.create_session(app_name="finetune", user_id="user")
         question = types.Content(role="user", parts=[types.Part(text=str(example.question))])

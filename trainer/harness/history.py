@@ -1,8 +1,8 @@
-"""The files of a run, and where it stands: what `--resume` reads and a kill cannot tear apart.
+"""The files of a run, which `--resume` reads. They stay consistent if the program is killed.
 
-`finetune_state.json` is the commit: histories beyond its epoch are of an epoch that did not end,
+`finetune_state.json` is the commit: rows of later epochs belong to an epoch that did not finish,
 and are dropped. `pending_epoch.json` holds an epoch's trajectories from before they are submitted
-until the epoch ends, so that a killed epoch is trained once, on what it had sampled.
+until the epoch ends, so an interrupted epoch is trained exactly once, on what it had sampled.
 """
 
 import fcntl
@@ -29,16 +29,16 @@ FILES = (STATE, PENDING, METRICS, REWARDS, VALIDATION, CURRICULUM, PLOT)
 
 @dataclass
 class Pending:
-    """An epoch that was sampled and is about to be trained."""
+    """An epoch that has been sampled but not trained yet."""
 
     epoch: int
     step: int | None
-    """The backend's step before it; None when the adapter does not say."""
+    """The backend's step before this epoch; None if the TrainerAdapter does not report one."""
     row: Json
-    """The epoch's metrics, as far as known."""
+    """The epoch's metrics so far."""
     collection: Json
     curriculum: Json
-    """The curriculum's state once this epoch has ended."""
+    """The curriculum's state after this epoch."""
 
     def trajectories(self) -> TrajectoryCollection:
         return TrajectoryCollection.model_validate(self.collection)
@@ -46,23 +46,23 @@ class Pending:
 
 @dataclass
 class History:
-    """Everything a run has written, in memory; `save` makes it the truth on disk."""
+    """All records of a run, in memory. `save` writes them to disk."""
 
     directory: Path
     run_id: str
     epoch: int = 0
-    """Epochs that have ended."""
+    """Number of finished epochs."""
     idle: int = 0
-    """Epochs in a row that trained on nothing."""
+    """Number of epochs since the last that trained on something."""
     trained: int = 0
-    """Epochs that trained on something."""
+    """Number of epochs that trained on something."""
     curriculum: CurriculumState = field(default_factory=lambda: CurriculumState(1.0))
     metrics: list[Json] = field(default_factory=list)
     rewards: list[Json] = field(default_factory=list)
     validation: list[Json] = field(default_factory=list)
 
     def save(self) -> None:
-        """Write the histories, then the state that vouches for them."""
+        """Write the histories, then the state that commits them."""
         write_jsonl(self.directory / METRICS, self.metrics)
         write_json(self.directory / REWARDS, self.rewards)
         write_json(self.directory / VALIDATION, self.validation)
@@ -85,7 +85,7 @@ class History:
         (self.directory / PENDING).unlink(missing_ok=True)
 
     def pending(self) -> Pending | None:
-        """The epoch that a killed program had sampled, if it is the one that comes next."""
+        """Return the epoch that was sampled before a kill, if it is the next one."""
         try:
             found = read_json(self.directory / PENDING, None)
         except json.JSONDecodeError:
@@ -94,7 +94,7 @@ class History:
 
 
 def lock(directory: Path) -> IO[str]:
-    """Hold the directory for as long as the result is open; two runs would mix their files."""
+    """Lock the directory until the returned file is closed. Two runs would mix their files."""
     directory.mkdir(parents=True, exist_ok=True)
     file = (directory / ".lock").open("w")
     try:
@@ -103,19 +103,19 @@ def lock(directory: Path) -> IO[str]:
         file.close()
         raise ConfigError(
             f"Another run is writing to `{directory}`",
-            hint="Wait for it, or choose another `finetuning.output_dir`",
+            hint="Wait until it ends, or set another `finetuning.output_dir`",
         ) from None
     return file
 
 
 def resume(directory: Path) -> History | None:
-    """The history of the run in `directory`, up to the last epoch that ended."""
+    """Read the history of the run in `directory`, up to its last finished epoch."""
     state = read_json(directory / STATE, None)
     if state is None:
         return None
     epoch = state["epoch"]
 
-    def ended(rows: list[Json]) -> list[Json]:
+    def finished(rows: list[Json]) -> list[Json]:
         return [row for row in rows if row["epoch"] <= epoch]
 
     return History(
@@ -125,14 +125,14 @@ def resume(directory: Path) -> History | None:
         idle=state["idle"],
         trained=state["trained"],
         curriculum=CurriculumState.from_json(state["curriculum"]),
-        metrics=ended(read_jsonl(directory / METRICS)),
-        rewards=ended(read_json(directory / REWARDS, [])),
-        validation=ended(read_json(directory / VALIDATION, [])),
+        metrics=finished(read_jsonl(directory / METRICS)),
+        rewards=finished(read_json(directory / REWARDS, [])),
+        validation=finished(read_json(directory / VALIDATION, [])),
     )
 
 
 def set_aside(directory: Path) -> Path | None:
-    """Move an earlier run's files to `previous/RUN_ID`, so that a new run starts clean."""
+    """Move an earlier run's files to `previous/RUN_ID`, so a new run starts clean."""
     found = [directory / name for name in FILES if (directory / name).exists()]
     if not found:
         return None

@@ -1,7 +1,7 @@
-"""`Llm`: what a workflow speaks through, with an OpenAI base URL of its own rollout.
+"""`Llm`: a workflow's access to a model, with an OpenAI base URL for each run.
 
-The gateway records what is said under that URL, so any framework may use it. A call through
-`Llm.chat` is also noted here, for endpoints that record nothing.
+The gateway records every call to that URL, so any framework can use it. For endpoints that record
+nothing, `Llm.chat` keeps its own record.
 """
 
 import asyncio
@@ -19,22 +19,24 @@ from trainer.errors import LlmRefused, LlmUnavailable
 from trainer.harness.config import LlmConfig
 from trainer.harness.types import Completion, Example
 
-_NOTHING = "Nothing was sampled in rollout"  # how a gateway that records says so
-FUNCTION_MARK = "~"  # between a rollout's id and the name of the part that calls
+# The start of our gateway's message for a rollout without calls.
+_NOTHING_SAMPLED = "Nothing was sampled in rollout"
+FUNCTION_MARK = "~"  # separates the rollout's id, the LLM's name and the function's name
 
 
 class Endpoint:
-    """One LLM of the config: its connections, and whether it records rollouts."""
+    """The endpoint of one configured LLM."""
 
     def __init__(self, name: str, config: LlmConfig) -> None:
         self.name = name
         self.config = config
         self.records = False
+        """Whether the endpoint is our gateway, which records rollouts. `probe` finds out."""
         key = config.api_key.get_secret_value()
         self.http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {key}"},
             timeout=httpx.Timeout(config.request_timeout, connect=10),
-            # A pool that is too small would stall runs behind each other, not fail.
+            # A limit would silently make runs wait for each other.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
         )
 
@@ -44,7 +46,7 @@ class Endpoint:
         return f"{parts.scheme}://{parts.netloc}"
 
     def url(self, rollout: str | None) -> str:
-        """The base URL, of one rollout where the endpoint records them."""
+        """Return the base URL: the rollout's own if the endpoint records rollouts."""
         base = self.config.base_url.rstrip("/")
         if not self.records or rollout is None:
             return base
@@ -52,67 +54,69 @@ class Endpoint:
         return f"{self.root}/rollouts/{quote(rollout, safe='')}{path}"
 
     async def probe(self) -> None:
-        """Find out whether this is a gateway of ours, which records."""
+        """Find out whether the endpoint records rollouts."""
         try:
             response = await self.http.get(f"{self.root}/rollouts/probe")
-            self.records = _NOTHING in response.text
+            self.records = _NOTHING_SAMPLED in response.text
         except httpx.HTTPError:
             self.records = False
 
     async def recorded(self, rollout: str, function: str | None) -> list[Completion]:
-        """What the gateway recorded under one rollout's URL."""
+        """Return the calls that the gateway recorded for one rollout."""
         if not self.records:
             return []
         try:
             response = await self._send("GET", f"{self.root}/rollouts/{quote(rollout, safe='')}")
         except LlmRefused as refused:
-            if _NOTHING in refused.message:
-                return []  # the workflow made no call through this handle
+            if _NOTHING_SAMPLED in refused.message:
+                return []
             raise
         return [
             Completion(
                 llm=self.name,
                 function=function,
-                messages=said["messages"],
+                messages=call["messages"],
                 choice=choice,
-                tools=said["tools"],
-                policy_step=said["policy_step"],
-                created=said["created"],
+                tools=call["tools"],
+                policy_step=call["policy_step"],
+                created=call["created"],
             )
-            for said in response["completions"]
-            for choice in said["choices"][:1]
+            for call in response["completions"]
+            for choice in call["choices"][:1]
         ]
 
     async def chat(self, base_url: str, body: Json) -> Json:
         return await self._send("POST", f"{base_url}/chat/completions", body)
 
     async def _send(self, method: str, url: str, body: Json | None = None) -> Json:
-        """One request, made again while the endpoint is away or overloaded."""
+        """Send one request, with retries while the endpoint is unreachable or overloaded."""
         problem = ""
         for attempt in range(self.config.max_retries + 1):
             if attempt:
-                # Up to about 5 s: a server that restarts is back in less than all of them.
+                # At most 5 s each; together longer than a server takes to restart.
                 await asyncio.sleep(min(5.0, 0.2 * 2**attempt) * random.uniform(0.5, 1))
             try:
                 response = await self.http.request(method, url, json=body)
             except httpx.TimeoutException as exc:
-                raise LlmUnavailable(f"LLM `{self.name}` did not answer in time") from exc
+                raise LlmUnavailable(
+                    f"LLM `{self.name}` did not answer within {self.config.request_timeout:g} s"
+                ) from exc
             except httpx.TransportError as exc:
-                problem = f"LLM `{self.name}` cannot be reached at `{self.root}`: {exc}"
+                problem = f"Cannot reach LLM `{self.name}` at `{self.root}`: {exc}"
                 continue
             if response.status_code in (429, 502, 503):
                 problem = f"LLM `{self.name}` answered {response.status_code}"
                 continue
             if response.is_error:
                 raise LlmRefused(
-                    f"LLM `{self.name}` answered {response.status_code}: {_say(response)}"
+                    f"LLM `{self.name}` answered {response.status_code}: {_error_text(response)}"
                 )
-            found: Json = response.json()
-            return found
+            answer: Json = response.json()
+            return answer
         raise LlmUnavailable(problem)
 
 
-def _say(response: httpx.Response) -> str:
+def _error_text(response: httpx.Response) -> str:
     try:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
@@ -121,18 +125,19 @@ def _say(response: httpx.Response) -> str:
 
 @dataclass
 class _Rollout:
-    """What all handles of one run share."""
+    """State shared by all handles of one run."""
 
     id: str
     endpoints: Mapping[str, Endpoint]
-    noted: list[Completion] = field(default_factory=list)
+    completions: list[Completion] = field(default_factory=list)
+    """Calls through `Llm.chat`."""
     rewards: list[float] = field(default_factory=list)
     used: set[tuple[str, str | None]] = field(default_factory=set)
-    """(LLM, function) of every handle that was handed out."""
+    """(LLM, function) of every handle created in this run."""
 
 
 class Llm:
-    """A handle of one LLM for one run. `base_url`, `api_key` and `model` suit any OpenAI client."""
+    """One LLM for one run. Any OpenAI client can use its `base_url`, `api_key` and `model`."""
 
     def __init__(self, rollout: _Rollout, name: str, function: str | None = None) -> None:
         self._rollout = rollout
@@ -158,11 +163,11 @@ class Llm:
         return self._endpoint.config
 
     def named(self, function: str) -> "Llm":
-        """The same LLM for a named part of the workflow, which `target_functions` can choose."""
+        """Return this LLM for a named part of the workflow, for use in `target_functions`."""
         return Llm(self._rollout, self.name, function)
 
     def use(self, name: str) -> "Llm":
-        """Another LLM of the config, in the same run."""
+        """Return another configured LLM, in the same run."""
         return Llm(self._rollout, name, self._function)
 
     def reward(self, value: float) -> None:
@@ -170,7 +175,7 @@ class Llm:
         self._rollout.rewards.append(float(value))
 
     async def chat(self, messages: list[Json], **settings: Any) -> Json:
-        """One completion: OpenAI's message, with `content` and perhaps `tool_calls`."""
+        """Request one completion; return OpenAI's message, with `content` or `tool_calls`."""
         body = {
             "model": self.model,
             "messages": messages,
@@ -180,11 +185,11 @@ class Llm:
         }
         answer = await self._endpoint.chat(self.base_url, body)
         choice: Json = answer["choices"][0]
-        self._rollout.noted.append(
+        self._rollout.completions.append(
             Completion(
                 llm=self.name,
                 function=self._function,
-                messages=copy.deepcopy(messages),  # an agent goes on with its own list
+                messages=copy.deepcopy(messages),  # the agent may extend its list
                 choice=choice,
                 tools=settings.get("tools"),
                 policy_step=answer.get("policy_step"),
@@ -196,13 +201,13 @@ class Llm:
         return message
 
     async def ask(self, question: str, **settings: Any) -> str:
-        """The text of one answer to one question."""
+        """Send one question and return the text of the answer."""
         message = await self.chat([{"role": "user", "content": question}], **settings)
         return str(message.get("content") or "")
 
 
 Workflow = Callable[[Example, Llm], Awaitable[Any]]
-"""(example, llm) in, output out."""
+"""`workflow(example, llm)` returns the output of one run."""
 
 
 def _rollout_id(rollout: str, llm: str, function: str | None) -> str:
@@ -210,7 +215,7 @@ def _rollout_id(rollout: str, llm: str, function: str | None) -> str:
 
 
 class Llms:
-    """All LLMs of a config."""
+    """All configured LLMs."""
 
     def __init__(self, configs: Mapping[str, LlmConfig]) -> None:
         self.endpoints = {name: Endpoint(name, config) for name, config in configs.items()}
@@ -222,7 +227,7 @@ class Llms:
         return Llm(_Rollout(rollout, self.endpoints), name)
 
     async def completions(self, handle: Llm) -> list[Completion]:
-        """Every call of the run, in its order: the gateway's record where there is one."""
+        """Return all calls of the run in order, from the gateway's record if there is one."""
         rollout = handle._rollout
         found: list[Completion] = []
         for name, function in sorted(rollout.used, key=str):
@@ -231,7 +236,7 @@ class Llms:
                 id = _rollout_id(rollout.id, name, function)
                 found += await endpoint.recorded(id, function)
             else:
-                found += [c for c in rollout.noted if (c.llm, c.function) == (name, function)]
+                found += [c for c in rollout.completions if (c.llm, c.function) == (name, function)]
         return sorted(found, key=lambda completion: completion.created)
 
     def step_rewards(self, handle: Llm) -> list[float]:

@@ -1,4 +1,4 @@
-"""Numbers of an epoch, and the files that keep them; every file is whole at any moment."""
+"""Metrics of an epoch, and reading and writing the files that hold them."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from trainer.harness.types import WorkflowRun
 
 
 def reward_summary(rewards: Sequence[float], prefix: str = "") -> dict[str, float]:
-    """Mean, least, greatest and spread; an empty list is said as such by its absence."""
+    """Return mean, minimum, maximum and standard deviation, or nothing if there are no rewards."""
     if not rewards:
         return {}
     return {
@@ -25,7 +25,7 @@ def reward_summary(rewards: Sequence[float], prefix: str = "") -> dict[str, floa
 
 
 def mean_metrics(runs: Iterable[WorkflowRun]) -> dict[str, float]:
-    """The mean of each metric over the runs that have it."""
+    """Return the mean of each metric over the runs that have it."""
     values: dict[str, list[float]] = {}
     for run in runs:
         if run.failure is None:
@@ -35,7 +35,7 @@ def mean_metrics(runs: Iterable[WorkflowRun]) -> dict[str, float]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace `path` in one step: a kill leaves the old or the new file, never half of one."""
+    """Replace `path` atomically: a kill leaves the old or the new file, never a partial one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:
@@ -47,10 +47,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_jsonl(path: Path, rows: Iterable[Json]) -> None:
+    """Replace `path` with a file of one JSON object per line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:
-        # An agent's output may hold anything; no line of it is worth losing an epoch.
+        # `default=str`: an agent may output any object, and must not make the epoch fail.
         file.writelines(json.dumps(_clean(row), default=str) + "\n" for row in rows)
     temporary.replace(path)
 
@@ -66,7 +67,7 @@ def read_jsonl(path: Path) -> list[Json]:
 
 
 def _clean(value: Any) -> Any:
-    """JSON has no NaN; such a number is said as null."""
+    """Replace NaN and infinities by None, because JSON has neither."""
     if isinstance(value, dict):
         return {str(name): _clean(part) for name, part in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""`reward_plot.png`: training and validation reward over the epochs, and the curriculum."""
+"""`reward_plot.png`: training and validation rewards, and the curriculum."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,20 +8,24 @@ from kit.types import Json
 
 
 def check_installed() -> None:
-    """Fail before the first epoch, not after it."""
+    """Raise if matplotlib is missing, so a run fails before its first epoch."""
     import importlib.util
 
     if importlib.util.find_spec("matplotlib") is None:
         raise NotInstalled(
-            "`reward_plot.png` needs `matplotlib`, not installed here",
-            hint="Install with `pip install '.[harness]'` in the checkout",
+            "`reward_plot.png` needs `matplotlib`, which is not installed",
+            hint="Install it with `pip install '.[harness]'` in the checkout",
         )
 
 
 def reward_plot(
     path: Path, training: Sequence[Json], validation: Sequence[Json], *, curriculum: bool
 ) -> None:
-    """Draw the histories. Training at epoch n is before its step, validation n after n steps."""
+    """Draw the histories over training steps.
+
+    Epoch n samples before its step, so its training reward is drawn at n - 1. Validation n is
+    measured after n steps.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -30,7 +34,7 @@ def reward_plot(
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     rows = [row for row in training if row.get("avg_reward") is not None]
-    epochs = [row["epoch"] - 1 for row in rows]  # sampled by the weights of the step before
+    epochs = [row["epoch"] - 1 for row in rows]
     axes.plot(epochs, [row["avg_reward"] for row in rows], color="tab:blue", label="training")
     axes.fill_between(
         epochs,

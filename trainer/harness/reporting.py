@@ -1,7 +1,7 @@
-"""`report_to`: metrics to services that people use, each behind its own optional package.
+"""`report_to`: sends metrics to tracking services, each through its own optional package.
 
-Every service reads its own environment variables for keys and addresses; nothing is sent to one
-that was not named.
+Each service reads keys and addresses from its own environment variables. Only the services named
+in the config receive anything.
 """
 
 import importlib
@@ -16,12 +16,14 @@ Numbers = Mapping[str, float]
 
 
 class Reporter(Protocol):
+    """Sends an epoch's metrics to one service."""
+
     def log(self, epoch: int, numbers: Numbers) -> None: ...
     def close(self) -> None: ...
 
 
 def load_reporters(context: Context, run_id: str) -> list[Reporter]:
-    """One for each name in `report_to`; an absent package is an error before the first epoch."""
+    """Create a reporter for each name in `report_to`, or raise if its package is missing."""
     return [REPORTERS[name](context, run_id) for name in context.config.finetuning.report_to]
 
 
@@ -31,7 +33,7 @@ def _import(module: str, package: str) -> Any:
     except ImportError as exc:
         raise NotInstalled(
             f"`report_to: [{package}]` needs the package `{package}`: {exc}",
-            hint=f"Install it with `pip install {package}`, or take it out of `report_to`",
+            hint=f"Install it with `pip install {package}`, or remove it from `report_to`",
         ) from exc
 
 
@@ -40,7 +42,7 @@ class WandbReporter:
         wandb = _import("wandb", "wandb")
         adapter = getattr(context.trainer_adapter, "config", None)
         project = getattr(getattr(adapter, "backend", None), "project", None)
-        # The run's id makes a resumed run go on in the same place.
+        # With the same id, a resumed run continues the same W&B run.
         self._run = wandb.init(
             project=project,
             id=run_id,
@@ -60,7 +62,7 @@ class WandbReporter:
 class TensorboardReporter:
     def __init__(self, context: Context, run_id: str) -> None:
         writer = _import("tensorboard.summary.writer.event_file_writer", "tensorboard")
-        # TensorBoard's own protocol buffers: its usual writer comes with torch, which is not here.
+        # TensorBoard's usual writer is part of torch, which the harness does not need.
         self._event = _import("tensorboard.compat.proto.event_pb2", "tensorboard").Event
         self._summary = _import("tensorboard.compat.proto.summary_pb2", "tensorboard").Summary
         self._writer = writer.EventFileWriter(str(context.output_dir / "tensorboard" / run_id))
@@ -90,7 +92,7 @@ class MlflowReporter:
 
 
 class LangfuseReporter:
-    """A trace for the run, with a score per metric and epoch."""
+    """Creates a trace per epoch, with one score per metric."""
 
     def __init__(self, context: Context, run_id: str) -> None:
         langfuse = _import("langfuse", "langfuse")
@@ -114,7 +116,7 @@ class LangfuseReporter:
 
 
 class OpenpipeReporter:
-    """A logged request per epoch whose tags are the metrics."""
+    """Logs a request per epoch, with the metrics as its tags."""
 
     def __init__(self, context: Context, run_id: str) -> None:
         self._client = _import("openpipe.client", "openpipe").OpenPipe()
@@ -135,7 +137,7 @@ class OpenpipeReporter:
         )
 
     def close(self) -> None:
-        """Every report was sent when it was made."""
+        """Do nothing: `log` has sent every report."""
 
 
 REPORTERS: dict[str, Callable[[Context, str], Reporter]] = {

@@ -1,4 +1,4 @@
-"""Runs the workflow on examples: all at once, bounded, each within its time."""
+"""Runs the workflow on examples concurrently, each run with a time limit, and scores them."""
 
 import asyncio
 import hashlib
@@ -37,7 +37,7 @@ class Runner:
         self._llms = llms
         self._scorer = scorer
         if not llms.endpoints:
-            raise ConfigError("The config has no `llms`", hint="Give at least one endpoint there")
+            raise ConfigError("The config has no `llms`", hint="Add at least one endpoint")
         self._llm = llm or next(iter(llms.endpoints))
         self._slots = asyncio.Semaphore(max_concurrency)
         self._timeout = run_timeout
@@ -46,8 +46,8 @@ class Runner:
     async def run(
         self, examples: Sequence[Example], generations: int, label: str, on_done: OnDone
     ) -> list[list[WorkflowRun]]:
-        """Every example `generations` times; the runs of one example are one group."""
-        # Unlike any before: a run that was killed may have left records under the same label.
+        """Run every example `generations` times. The runs of one example form a group."""
+        # Make the label unique: a killed run may have left records under the same one.
         label = f"{label}-{uuid.uuid4().hex[:8]}"
         async with asyncio.TaskGroup() as tasks:
             groups = [
@@ -60,7 +60,9 @@ class Runner:
         self, example: Example, generations: int, label: str, on_done: OnDone
     ) -> list[WorkflowRun]:
         runs = [WorkflowRun(example, generation) for generation in range(generations)]
-        await asyncio.gather(*(self._one(run, f"{label}-{_plain(run)}", on_done) for run in runs))
+        await asyncio.gather(
+            *(self._run_once(run, f"{label}-{_url_part(run)}", on_done) for run in runs)
+        )
         await self._scorer.score(runs)
         for run in runs:
             if run.failure is not None:
@@ -69,7 +71,7 @@ class Runner:
                     raise RunFailed(f"A run on example `{example.id}` failed: {run.error}")
         return runs
 
-    async def _one(self, run: WorkflowRun, rollout: str, on_done: OnDone) -> None:
+    async def _run_once(self, run: WorkflowRun, rollout: str, on_done: OnDone) -> None:
         async with self._slots:
             handle = self._llms.handle(rollout, self._llm)
             started = time.monotonic()
@@ -79,7 +81,7 @@ class Runner:
                     run.output = await self._workflow(run.example, handle)
                 run.completions = await self._llms.completions(handle)
                 run.step_rewards = self._llms.step_rewards(handle)
-            except Exception as error:  # the user's code: its fault is a lost run, not the end
+            except Exception as error:  # an error in the user's code loses this run only
                 if timeout.expired():
                     run.fail(Failure.TIMEOUT, f"the workflow took longer than {self._timeout:g} s")
                 else:
@@ -88,8 +90,8 @@ class Runner:
         on_done(run)
 
 
-def _plain(run: WorkflowRun) -> str:
-    """The run's part of a URL: an example's id may hold what a path cannot."""
+def _url_part(run: WorkflowRun) -> str:
+    """Name the run for a URL. An example's id may contain characters that a path cannot."""
     plain = re.sub(r"[^A-Za-z0-9._-]", "_", run.example.id)
     if plain != run.example.id:
         plain += "-" + hashlib.sha256(run.example.id.encode()).hexdigest()[:8]
@@ -102,7 +104,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def failures(runs: Sequence[Sequence[WorkflowRun]]) -> dict[str, int]:
-    """How many runs were lost, by reason."""
+    """Count the lost runs by reason."""
     counts: dict[str, int] = {}
     for group in runs:
         for run in group:
@@ -112,7 +114,7 @@ def failures(runs: Sequence[Sequence[WorkflowRun]]) -> dict[str, int]:
 
 
 def warn_of_failures(runs: Sequence[Sequence[WorkflowRun]]) -> None:
-    """Say each reason once, with its count and its first case."""
+    """Log each reason once, with its count and the first run it affected."""
     for reason, count in failures(runs).items():
         first = next(run for group in runs for run in group if run.failure == reason)
         logger.warning(
@@ -126,7 +128,7 @@ def warn_of_failures(runs: Sequence[Sequence[WorkflowRun]]) -> None:
 
 
 def record(run: WorkflowRun) -> dict[str, Any]:
-    """A run as a line of the evaluation's output file."""
+    """Return a run as a row of the JSONL file in `eval.general.output_dir`."""
     return {
         "id": run.example.id,
         "generation": run.generation,

@@ -1,4 +1,4 @@
-"""`ARTTrainer`: the loop. An epoch samples, chooses, trains, and writes down what came of it."""
+"""`ARTTrainer`: the epoch loop. Each epoch samples, chooses groups, trains and records."""
 
 import logging
 import random
@@ -13,12 +13,12 @@ from trainer.harness.components import ArtTrainerConfig
 from trainer.harness.context import Context
 from trainer.harness.curriculum import CurriculumState
 from trainer.harness.epoch_rules import (
-    check_reached,
-    check_rule,
-    epoch_row,
+    check_backend_step,
+    check_early_stopping,
+    epoch_metrics,
+    groups_with_signal,
     reason_to_stop,
-    reasons_for_nothing,
-    teaching,
+    reasons_for_no_training,
 )
 from trainer.harness.history import History, Pending
 from trainer.harness.reporting import Reporter, load_reporters
@@ -31,12 +31,12 @@ from trainer.harness.types import (
 from trainer.harness.validation import validate
 
 logger = logging.getLogger(__name__)
-DRAW_EVERY = 15.0  # seconds; a plot costs a quarter of one, which quick epochs would feel
-IDLE_EPOCHS = 3  # as many epochs in a row without anything to learn from, and the run gives up
+DRAW_INTERVAL = 15.0  # seconds; a plot takes 0.25 s, which would slow down short epochs
+MAX_IDLE_EPOCHS = 3  # a run that has never trained gives up after this many epochs
 
 
 class ARTTrainer:
-    """Epochs with validation, curriculum and resumption. `initialize`, then `run`."""
+    """Runs epochs with validation, curriculum and resume. Call `initialize`, then `run`."""
 
     def __init__(self, config: ArtTrainerConfig | None = None) -> None:
         self.config = config
@@ -45,39 +45,40 @@ class ARTTrainer:
         self._reporters: list[Reporter] = []
         self._pending: Pending
         self._epoch_started = self._train_started = 0.0
-        self._drawn = -DRAW_EVERY
+        self._drawn = -DRAW_INTERVAL
         self._lock: IO[str] | None = None
 
     async def initialize(self, config: Context) -> None:
-        """Set the components up, and find where an earlier run was left when asked to resume."""
+        """Initialize the components, and load an earlier run's history if resuming."""
         self._context = config
         plots.check_installed()
-        check_rule(config.config.finetuning.early_stopping, validated=config.validation is not None)
+        rule = config.config.finetuning.early_stopping
+        check_early_stopping(rule, validated=config.validation is not None)
         self._lock = history.lock(config.output_dir)
-        found = history.resume(config.output_dir) if config.resume else None
-        if found is None:
+        past = history.resume(config.output_dir) if config.resume else None
+        if past is None:
             if config.resume:
                 logger.info("Nothing to resume in %s: starting at epoch 1", config.output_dir)
             if moved := history.set_aside(config.output_dir):
-                logger.info("The files of the run before are now in %s", moved)
+                logger.info("Moved the files of the previous run to %s", moved)
             run_id = f"art_run_{uuid.uuid4().hex[:8]}"
-            found = History(config.output_dir, run_id)
-            found.curriculum = curriculum.start(config.config.finetuning.curriculum_learning)
-            found.save()  # a kill in the first epoch leaves something to resume, too
-        self._history = found
+            past = History(config.output_dir, run_id)
+            past.curriculum = curriculum.start(config.config.finetuning.curriculum_learning)
+            past.save()  # so a run killed in its first epoch can be resumed
+        self._history = past
         await config.trajectory_builder.initialize(config)
         await config.trainer_adapter.initialize(config)
-        self._reporters = load_reporters(config, found.run_id)
+        self._reporters = load_reporters(config, past.run_id)
 
     async def run(self, num_epochs: int) -> list[TrainingJobStatus]:
-        """Train until `num_epochs` epochs have ended, those of a resumed run included."""
+        """Train until `num_epochs` epochs are finished, counting those of a resumed run."""
         context, past = self._ready()
         statuses: list[TrainingJobStatus] = []
         context.progress.begin(num_epochs, past.epoch)
         try:
             if past.epoch:
                 logger.info("Resuming run %s after epoch %s", past.run_id, past.epoch)
-                check_reached(await self._step(), past.metrics[-1].get("step"))
+                check_backend_step(await self._step(), past.metrics[-1].get("step"))
             elif not past.validation:
                 await self._validate(0)
             while past.epoch < num_epochs:
@@ -88,8 +89,8 @@ class ARTTrainer:
                     logger.error("Training failed at epoch %s: %s", past.epoch + 1, status.message)
                     return statuses
                 logger.info("Completed epoch %s/%s", past.epoch, num_epochs)
-                if past.idle >= IDLE_EPOCHS and not past.trained:
-                    why = reasons_for_nothing(past.metrics[-1])
+                if past.idle >= MAX_IDLE_EPOCHS and not past.trained:
+                    why = reasons_for_no_training(past.metrics[-1])
                     raise NothingToTrainOn(f"Nothing to train on in {past.idle} epochs: {why}")
                 rule = context.config.finetuning.early_stopping
                 if reason := reason_to_stop(rule, past.rewards, past.validation):
@@ -102,7 +103,7 @@ class ARTTrainer:
             self.close()
 
     def close(self) -> None:
-        """Let go of the output directory and of the services that are reported to."""
+        """Close the reporters and unlock the output directory."""
         for reporter in self._reporters:
             reporter.close()
         self._reporters = []
@@ -110,15 +111,15 @@ class ARTTrainer:
             self._lock.close()
 
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
-        """Sample and submit epoch `epoch` (from 0); None when there is nothing to train on."""
+        """Sample and submit epoch `epoch` (from 0). Return None if there is nothing to train on."""
         context, past = self._ready()
         logger.info("Starting epoch %s for run %s", epoch + 1, run_id)
         self._epoch_started = time.monotonic()
-        left = past.pending()
-        self._pending = pending = left or await self._sample(epoch, run_id)
+        interrupted = past.pending()
+        self._pending = pending = interrupted or await self._sample(epoch, run_id)
         past.curriculum = CurriculumState.from_json(pending.curriculum)
         self._train_started = time.monotonic()
-        if left and await self._was_trained(left):
+        if interrupted and await self._was_trained(interrupted):
             logger.info("Epoch %s was trained before the restart", epoch + 1)
             return TrainingJobRef(run_id=run_id, backend="resumed", metadata={"trained": True})
         past.begin_training(pending)
@@ -129,18 +130,18 @@ class ARTTrainer:
         return await context.trainer_adapter.submit(chosen)
 
     async def _sample(self, epoch: int, run_id: str) -> Pending:
-        """Collect the epoch's trajectories and choose those to train on."""
+        """Sample the epoch's trajectories and choose the groups to train on."""
         context, past = self._ready()
         started = time.monotonic()
         meta: Json = {"epoch": epoch, "run_id": run_id}
         builder = context.trajectory_builder
         await builder.start_run(run_id=run_id, meta=meta)
-        found = await builder.finalize(run_id=run_id, meta=meta)
-        if not found.trajectories:
+        sampled = await builder.finalize(run_id=run_id, meta=meta)
+        if not sampled.trajectories:
             logger.warning("No trajectories collected for epoch %s", epoch + 1)
-        chosen = self._choose(found, epoch)
+        chosen = self._choose(sampled, epoch)
         row = {
-            **epoch_row(epoch + 1, found, chosen, past.curriculum.current_percentile),
+            **epoch_metrics(epoch + 1, sampled, chosen, past.curriculum.current_percentile),
             "failures": dict(getattr(builder, "lost", {})),
             "metrics": dict(getattr(builder, "metrics", {})),
             "time/sample_s": time.monotonic() - started,
@@ -153,35 +154,34 @@ class ARTTrainer:
             curriculum=past.curriculum.as_json(),
         )
 
-    def _choose(self, found: TrajectoryCollection, epoch: int) -> TrajectoryCollection:
-        """The curriculum's groups that can teach something: their rewards differ."""
+    def _choose(self, sampled: TrajectoryCollection, epoch: int) -> TrajectoryCollection:
+        """Return the groups that the curriculum selects and whose rewards differ."""
         context, past = self._ready()
         config = context.config.finetuning.curriculum_learning
-        chance = random.Random(f"{context.config.finetuning.seed}/{epoch}")
+        rng = random.Random(f"{context.config.finetuning.seed}/{epoch}")
         state = curriculum.expand(config, past.curriculum, epoch)
-        places, past.curriculum = curriculum.select(config, state, found.rewards, chance)
-        groups = [found.trajectories[place] for place in places]
-        kept = teaching(groups)
-        if found.trajectories and not kept:
+        chosen, past.curriculum = curriculum.select(config, state, sampled.rewards, rng)
+        kept = groups_with_signal([sampled.trajectories[index] for index in chosen])
+        if sampled.trajectories and not kept:
             logger.warning(
-                "Nothing to train on in epoch %s: every group's rewards are equal, "
-                "or differ by less than the curriculum asks",
+                "Nothing to train on in epoch %s: in every group the rewards are equal, "
+                "or differ by less than `min_reward_diff`",
                 epoch + 1,
             )
-        return TrajectoryCollection(trajectories=kept, run_id=found.run_id)
+        return TrajectoryCollection(trajectories=kept, run_id=sampled.run_id)
 
     async def _finish_epoch(self, ref: TrainingJobRef | None, num_epochs: int) -> TrainingJobStatus:
-        """Wait for the training, validate when it is time, and write the epoch down."""
+        """Wait for the training, validate if it is due, and record the epoch."""
         context, past = self._ready()
         pending = self._pending
         status = await self._await_training(ref, past.run_id)
         if status.status in (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED):
             return status
-        told = status.metadata or {}
+        metadata = status.metadata or {}
         row = {
             **pending.row,
             "step": await self._step(),
-            **(told.get("metrics") or {}),
+            **(metadata.get("metrics") or {}),
             "time/train_s": time.monotonic() - self._train_started,
         }
         trainable = row.get(
@@ -203,7 +203,7 @@ class ARTTrainer:
         )
         past.save()
         past.end_training()
-        if time.monotonic() - self._drawn > DRAW_EVERY:
+        if time.monotonic() - self._drawn > DRAW_INTERVAL:
             self._draw()
         self._report(row, validation)
         reward = row.get("avg_reward")
@@ -223,7 +223,7 @@ class ARTTrainer:
                 run_id=run_id,
                 backend="openpipe-art",
                 status=TrainingStatusEnum.COMPLETED,
-                message="No trajectories to train on" if ref is None else "Trained before",
+                message="No trajectories to train on" if ref is None else "Already trained",
             )
         return await context.trainer_adapter.wait_until_complete(ref)
 
@@ -239,7 +239,7 @@ class ARTTrainer:
         return summary
 
     async def _last_validation(self) -> None:
-        """A run that stops early, or is resumed with fewer epochs, is measured at its end too."""
+        """Validate at the end of a run that stopped early or was resumed with fewer epochs."""
         context, past = self._ready()
         measured = [summary["epoch"] for summary in past.validation]
         if context.validation is not None and past.epoch not in measured:
@@ -248,14 +248,14 @@ class ARTTrainer:
             self._report({"epoch": past.epoch}, summary)
 
     async def _was_trained(self, pending: Pending) -> bool:
-        """Whether the backend has made the step of an epoch that was cut off."""
+        """Whether the backend has finished the step of an interrupted epoch."""
         step = await self._step()
-        check_reached(step, pending.step)
+        check_backend_step(step, pending.step)
         return step is not None and pending.step is not None and step > pending.step
 
     async def _step(self) -> int | None:
-        ask = getattr(self._ready()[0].trainer_adapter, "current_step", None)
-        return int(await ask()) if ask else None
+        current_step = getattr(self._ready()[0].trainer_adapter, "current_step", None)
+        return int(await current_step()) if current_step else None
 
     def _draw(self) -> None:
         context, past = self._ready()
@@ -277,7 +277,7 @@ class ARTTrainer:
 
     def _ready(self) -> tuple[Context, History]:
         if self._context is None or self._history is None:
-            raise RuntimeError("initialize() comes first")
+            raise RuntimeError("Call initialize() first")
         return self._context, self._history
 
     @property

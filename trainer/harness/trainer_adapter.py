@@ -1,7 +1,7 @@
-"""`ARTTrainerAdapter`: takes trajectories to the backend, and sees the training through.
+"""`ARTTrainerAdapter`: submits trajectories to the backend and waits for the training.
 
-The backend may restart at any moment: a request that was cut off is sent again as it was, and
-the backend, which journaled it, trains it once.
+The backend may restart at any moment. An interrupted request is sent again unchanged, and the
+backend trains it only once, because it keeps a journal.
 """
 
 import asyncio
@@ -17,7 +17,8 @@ from kit.types import Json
 from trainer.client import ArtBackend, means
 from trainer.errors import NotConnected, NotFound, NotReady, TrainerError
 from trainer.harness import episodes
-from trainer.harness.components import ArtBackendConfig, ArtTrainerAdapterConfig
+from trainer.harness.backend_config import ArtBackendConfig
+from trainer.harness.components import ArtTrainerAdapterConfig
 from trainer.harness.types import (
     TrainingJobRef,
     TrainingJobStatus,
@@ -32,7 +33,7 @@ BACKEND = "openpipe-art"
 
 @dataclass(frozen=True)
 class WireModel:
-    """What ART's client calls a trainable model, as far as the control API needs it."""
+    """The parts of ART's trainable model that the control API needs."""
 
     config: ArtBackendConfig
     inference_model_name: str = ""
@@ -63,6 +64,8 @@ class WireModel:
 
 @dataclass(frozen=True)
 class WireGroup:
+    """A group of trajectories as JSON, with the one method of ART's class that is needed."""
+
     body: Json
 
     def model_dump(self, mode: str = "json") -> Json:
@@ -73,12 +76,12 @@ class WireGroup:
 class _Job:
     ref: TrainingJobRef
     rows: list[dict[str, float]]
-    """What the backend has told of its gradient steps so far."""
+    """Metrics of the gradient steps so far."""
     task: "asyncio.Task[None]"
 
 
 class ARTTrainerAdapter:
-    """Submits to `trainer serve`. Made without work; `initialize` connects."""
+    """Submits trajectories to `trainer serve`. `initialize` connects to it."""
 
     def __init__(self, config: ArtTrainerAdapterConfig) -> None:
         self.config = config
@@ -87,7 +90,7 @@ class ARTTrainerAdapter:
         self._jobs: dict[str, _Job] = {}
 
     async def initialize(self, config: Any = None) -> None:
-        """Connect, register the model and load it; raises when the backend is not there."""
+        """Connect, register the model and load it. Raise if the backend does not answer."""
         backend = self.config.backend
         host = f"[{backend.ip}]" if ":" in backend.ip else backend.ip
         self._client = ArtBackend(
@@ -99,39 +102,41 @@ class ARTTrainerAdapter:
         logger.info("Model `%s` of project `%s` is at step %s", backend.name, backend.project, step)
 
     async def close(self) -> None:
-        """End the jobs that still run before the connection, which they would try to restore."""
+        """Cancel running jobs, which would try to reconnect, then close the connection."""
         for job in self._jobs.values():
             await self.cancel(job.ref)
         if self._client:
             await self._client.close()
 
     async def current_step(self) -> int:
-        """The step the backend serves now; one that restarts is waited for."""
+        """Return the step that the backend serves. If it is restarting, wait for it."""
         try:
             return await self._ready()._get_step(self._model)
         except TrainerError as exc:
-            # One that has come again knows the model only once it is registered anew.
-            if not (_is_away(exc) or isinstance(exc, NotFound | NotReady)):
+            # After a restart, the backend does not know the model until it is registered again.
+            if not (_is_unreachable(exc) or isinstance(exc, NotFound | NotReady)):
                 raise
         await self._connect(patience=self.config.wait_for_backend)
         return await self._ready()._get_step(self._model)
 
     async def log_validation(self, runs: Sequence[WorkflowRun]) -> None:
-        """Give what was measured to the backend: it is its `val/reward`, also at W&B."""
+        """Send validation runs to the backend, which logs them as `val/reward`, also to W&B."""
         try:
-            await self._ready()._log(self._model, [episodes.measured(run) for run in runs], "val")
+            await self._ready()._log(
+                self._model, [episodes.validation_group(run) for run in runs], "val"
+            )
         except TrainerError as exc:
-            logger.warning("The backend does not keep the validation: %s", exc.message)
+            logger.warning("The backend did not record the validation: %s", exc.message)
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
-        """Check the episodes and start the training; returns at once."""
+        """Check the episodes, start the training and return without waiting for it."""
         for group in trajectories.trajectories:
             for trajectory in group:
                 if not (trajectory.metadata or {}).get("recorded"):
                     for episode in (trajectory.episode, *trajectory.additional_episodes):
                         episodes.check_order(episode)
         step = await self.current_step()
-        self._warn_of_no_rate(step)
+        self._warn_if_schedule_ended(step)
         if self.config.backend.delete_old_checkpoints:
             await self._ready()._delete_checkpoint_files(self._model, [step])
         ref = TrainingJobRef(
@@ -151,20 +156,20 @@ class ARTTrainerAdapter:
         )
         return ref
 
-    def _warn_of_no_rate(self, step: int) -> None:
+    def _warn_if_schedule_ended(self, step: int) -> None:
         training = self.config.training
         last = training.max_steps if training.lr_scheduler_type != "constant" else None
         if last is not None and step >= last:
             logger.warning(
-                "Step %s trains at a learning rate of 0, as `max_steps` is %s: raise it, or give "
-                "the model another name to begin anew",
+                "Step %s trains with a learning rate of 0, because `max_steps` is %s: raise it, or "
+                "give the model another name to start a new run",
                 step + 1,
                 last,
             )
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
         job = self._jobs[ref.run_id]
-        told: Json = {"step": (job.ref.metadata or {})["step"], "metrics": means(job.rows)}
+        metadata: Json = {"step": (job.ref.metadata or {})["step"], "metrics": means(job.rows)}
         state, message, progress = TrainingStatusEnum.RUNNING, None, None
         if job.rows and (total := job.rows[-1].get("num_gradient_steps")):
             progress = 100 * len(job.rows) / total
@@ -175,7 +180,7 @@ class ARTTrainerAdapter:
             state = TrainingStatusEnum.FAILED if error else TrainingStatusEnum.COMPLETED
             if error is not None:
                 message = getattr(error, "message", None) or f"{type(error).__name__}: {error}"
-                told["hint"] = getattr(error, "hint", "")
+                metadata["hint"] = getattr(error, "hint", "")
             else:
                 progress = 100.0
         return TrainingJobStatus(
@@ -184,15 +189,15 @@ class ARTTrainerAdapter:
             status=state,
             progress=progress,
             message=message,
-            metadata=told,
+            metadata=metadata,
         )
 
     async def wait_until_complete(
         self, ref: TrainingJobRef, poll_interval: float = 10.0
     ) -> TrainingJobStatus:
-        """Until the job ends; it is not an error here that it failed.
+        """Wait until the job ends and return its status, even if it failed.
 
-        Every `poll_interval` seconds where it stands goes to the debug log.
+        Progress goes to the debug log every `poll_interval` seconds.
         """
         task = self._jobs[ref.run_id].task
         while not (await asyncio.wait([task], timeout=poll_interval))[0]:
@@ -204,7 +209,7 @@ class ARTTrainerAdapter:
         return status
 
     async def cancel(self, ref: TrainingJobRef) -> None:
-        """Stop waiting for a job. A step that the backend has begun ends there: it is journaled."""
+        """Stop waiting for a job. If the backend has started the step, it still finishes it."""
         job = self._jobs[ref.run_id]
         job.task.cancel()
         await asyncio.gather(job.task, return_exceptions=True)
@@ -220,16 +225,18 @@ class ARTTrainerAdapter:
                     rows.append(row)
                 return
             except TrainerError as exc:
-                if not _is_away(exc):
+                if not _is_unreachable(exc):
                     raise
-                logger.warning("The backend went away while it trained: %s", exc.message)
-                # It takes the journaled request up by itself; the same body again only joins it.
+                logger.warning(
+                    "Lost the connection to the backend during training: %s", exc.message
+                )
+                # The backend resumes the journaled request itself. The same body joins it.
                 await self._connect(patience=self.config.wait_for_backend)
                 if await self.current_step() >= step:
-                    return  # only answers were lost; the same body would be another step
+                    return  # the step is finished; sending the body again would train another
 
     async def _connect(self, *, patience: float) -> None:
-        """Register and prepare, for as long as nobody answers and `patience` lasts."""
+        """Register and prepare the model, retrying for `patience` seconds if nothing answers."""
         client = self._ready()
         deadline = time.monotonic() + patience
         while True:
@@ -238,7 +245,7 @@ class ARTTrainerAdapter:
                 await client._prepare_backend_for_training(self._model, None)
                 return
             except TrainerError as exc:
-                if not _is_away(exc):
+                if not _is_unreachable(exc):
                     raise
                 if time.monotonic() >= deadline:
                     raise NotConnected(exc.message) from exc
@@ -246,10 +253,10 @@ class ARTTrainerAdapter:
 
     def _ready(self) -> ArtBackend:
         if self._client is None:
-            raise RuntimeError("initialize() comes first")
+            raise RuntimeError("Call initialize() first")
         return self._client
 
 
-def _is_away(error: TrainerError) -> bool:
-    """Whether nobody answered, rather than that the answer was no."""
+def _is_unreachable(error: TrainerError) -> bool:
+    """Whether the backend did not answer, rather than answer with an error."""
     return isinstance(error.__cause__, httpx.TransportError)

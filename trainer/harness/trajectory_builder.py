@@ -1,4 +1,4 @@
-"""`ARTTrajectoryBuilder`: several runs of the workflow per example, as grouped trajectories."""
+"""`ARTTrajectoryBuilder`: runs the workflow several times per example and groups the results."""
 
 import asyncio
 import logging
@@ -17,14 +17,14 @@ logger = logging.getLogger(__name__)
 
 
 class ARTTrajectoryBuilder:
-    """`start_run` begins an epoch's runs, `finalize` waits for them and groups them."""
+    """`start_run` starts the runs of an epoch; `finalize` waits for them and groups them."""
 
     def __init__(self, config: ArtTrajectoryBuilderConfig) -> None:
         self.config = config
         self.lost: dict[str, int] = {}
-        """Runs of the last epoch that gave no trajectory, by reason."""
+        """Number of the last epoch's runs without a trajectory, by reason."""
         self.metrics: dict[str, float] = {}
-        """Means of what the evaluators said of the last epoch's runs."""
+        """Means of the evaluators' metrics over the last epoch's runs."""
         self._context: Context | None = None
         self.evaluation_runs: dict[str, asyncio.Task[list[list[WorkflowRun]]]] = {}
 
@@ -32,7 +32,7 @@ class ARTTrajectoryBuilder:
         self._context = config
 
     async def start_run(self, run_id: str, meta: Json | None = None) -> None:
-        """Start `num_generations` runs of every example at once; returns while they go on."""
+        """Start `num_generations` runs of every example, and return without waiting for them."""
         context = self._ready()
         generations = self.config.num_generations
         logger.info("Starting %s evaluation runs for run_id: %s", generations, run_id)
@@ -46,12 +46,12 @@ class ARTTrajectoryBuilder:
         )
 
     async def finalize(self, run_id: str, meta: Json | None = None) -> TrajectoryCollection:
-        """The trajectories of every example, grouped; an example with none has no group."""
+        """Return the trajectories grouped by example. An example without any has no group."""
         context = self._ready()
         try:
             runs = await self.evaluation_runs.pop(run_id)
         except ExceptionGroup as group:
-            raise group.exceptions[0] from None  # the first fault ended the others
+            raise group.exceptions[0] from None  # the first error cancelled the others
         built = [
             [trajectory for run in group if (trajectory := self._build(context, run)) is not None]
             for group in runs
@@ -77,26 +77,27 @@ class ARTTrajectoryBuilder:
         await asyncio.gather(*self.evaluation_runs.values(), return_exceptions=True)
 
     def _examples(self, context: Context, epoch: int) -> Sequence[Example]:
-        """The epoch's share: the dataset is shuffled once for each pass through it."""
+        """Return the epoch's examples. The dataset is shuffled for each pass through it."""
         count = self.config.examples_per_epoch
         if count is None:
             return context.examples
         total = len(context.examples)
         chosen = []
-        for place in range(epoch * count, (epoch + 1) * count):
+        for position in range(epoch * count, (epoch + 1) * count):
             order = list(range(total))
-            random.Random(f"{context.config.finetuning.seed}/{place // total}").shuffle(order)
-            chosen.append(context.examples[order[place % total]])
-        # An epoch may reach into the next pass; a run's records are found by its example's id.
+            random.Random(f"{context.config.finetuning.seed}/{position // total}").shuffle(order)
+            chosen.append(context.examples[order[position % total]])
+        # An epoch that spans two passes may draw an example twice. Records are found by the
+        # example's id, so it runs only once.
         return list({example.id: example for example in chosen}.values())
 
     def _build(self, context: Context, run: WorkflowRun) -> Trajectory | None:
         if run.failure is not None:
             return None
-        calls = episodes.wanted(run.completions, context.functions, context.target_llm)
+        calls = episodes.select_completions(run.completions, context.functions, context.target_llm)
         return episodes.build(run, calls)
 
     def _ready(self) -> Context:
         if self._context is None:
-            raise RuntimeError("initialize() comes first")
+            raise RuntimeError("Call initialize() first")
         return self._context

@@ -1,6 +1,6 @@
-"""What travels through the harness: examples, runs, trajectories and training jobs.
+"""The harness's data types: examples, runs, trajectories and training jobs.
 
-The names of the last two are those of NVIDIA's guide, so that components written for it read alike.
+Trajectories, training jobs and the three protocols use the names of NVIDIA's guide.
 """
 
 from collections.abc import Mapping
@@ -23,11 +23,11 @@ class Example:
     question: Any
     answer: Any
     row: Mapping[str, Any]
-    """The whole entry."""
+    """All fields of the entry."""
 
 
 class Failure(StrEnum):
-    """Why a run gave no trajectory."""
+    """Why a run produced no trajectory."""
 
     WORKFLOW = "workflow_failed"
     TIMEOUT = "workflow_timed_out"
@@ -39,20 +39,20 @@ class Failure(StrEnum):
 
 @dataclass
 class Completion:
-    """One call of an LLM by the workflow."""
+    """One call from the workflow to an LLM."""
 
     llm: str
-    """Name in `llms`."""
+    """The LLM's name in `llms`."""
     function: str | None
-    """The named part of the workflow that made the call."""
+    """The part of the workflow that made the call, if it has a name."""
     messages: list[Json]
     choice: Json
-    """OpenAI's choice, with logprobs."""
+    """The choice as in OpenAI's API, with logprobs."""
     tools: list[Json] | None = None
     policy_step: int | None = None
     created: float = 0.0
     recorded: bool = True
-    """Whether the gateway's ledger holds its tokens."""
+    """Whether the gateway's ledger has its tokens."""
 
     @property
     def text(self) -> str:
@@ -65,14 +65,14 @@ class Completion:
 
 @dataclass
 class WorkflowRun:
-    """The workflow ran once on one example; what an evaluator sees."""
+    """One run of the workflow on one example, as evaluators receive it."""
 
     example: Example
     generation: int
     output: Any = None
     completions: list[Completion] = field(default_factory=list)
     step_rewards: list[float] = field(default_factory=list)
-    """What the workflow gave itself with `llm.reward(...)`."""
+    """Rewards that the workflow reported with `llm.reward(...)`."""
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     failure: Failure | None = None
@@ -80,6 +80,7 @@ class WorkflowRun:
     seconds: float = 0.0
 
     def fail(self, failure: Failure, error: str) -> None:
+        """Mark the run as failed, and drop its reward."""
         self.failure, self.error, self.reward = failure, error, None
 
 
@@ -97,13 +98,13 @@ class EpisodeItemRole(StrEnum):
 
 
 class EpisodeItem(pydantic.BaseModel):
-    """One message of an episode; an assistant's with logprobs was sampled by the policy."""
+    """One message. An assistant message with logprobs was sampled by the policy."""
 
     role: EpisodeItemRole
     content: str
     logprobs: Any | None = None
     metadata: Json | None = None
-    """`choice` or `message`: the item as it was on the wire."""
+    """`choice` or `message`: the original JSON of the item."""
 
 
 class Trajectory(pydantic.BaseModel):
@@ -113,7 +114,7 @@ class Trajectory(pydantic.BaseModel):
     reward: float
     shaped_rewards: list[float] | None = None
     additional_episodes: list[list[EpisodeItem]] = []
-    """Conversations that do not continue the first one: a second agent, a rewritten history."""
+    """Conversations that do not continue the first: a second agent, or a rewritten history."""
     metadata: Json | None = None
     metrics: dict[str, float] = {}
 
@@ -153,13 +154,13 @@ class TrainingJobRef(pydantic.BaseModel):
 
 
 class TrainingJobStatus(pydantic.BaseModel):
-    """Where a training job stands."""
+    """The state of a training job."""
 
     run_id: str
     backend: str
     status: TrainingStatusEnum
     progress: float | None = None
-    """Percent, 0 to 100."""
+    """Percentage, 0 to 100."""
     message: str | None = None
     metadata: Json | None = None
 
@@ -168,7 +169,7 @@ class TrainingJobStatus(pydantic.BaseModel):
 
 
 class TrajectoryBuilder(Protocol):
-    """Runs the workflow on the examples and gives back scored, grouped trajectories."""
+    """Runs the workflow on the examples and returns scored trajectories in groups."""
 
     async def initialize(self, config: Any) -> None: ...
     async def start_run(self, run_id: str, meta: Json | None = None) -> None: ...
@@ -176,7 +177,7 @@ class TrajectoryBuilder(Protocol):
 
 
 class TrainerAdapter(Protocol):
-    """Takes trajectories to a training backend."""
+    """Submits trajectories to a training backend."""
 
     async def initialize(self, config: Any) -> None: ...
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef: ...
@@ -188,7 +189,7 @@ class TrainerAdapter(Protocol):
 
 
 class Trainer(Protocol):
-    """The loop over epochs."""
+    """Runs the epochs."""
 
     async def initialize(self, config: Any) -> None: ...
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None: ...

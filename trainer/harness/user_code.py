@@ -1,4 +1,4 @@
-"""The user's own code: found by `module:name`, and called without blocking others."""
+"""The user's code: import it by `module:name`, and call it without blocking the event loop."""
 
 import asyncio
 import contextlib
@@ -15,20 +15,20 @@ from kit.errors import ConfigError
 from trainer.harness.components import CustomConfig
 
 
-def load(name: str) -> Any:
-    """The object `module:name`; modules beside the config file or where one stands are found."""
+def import_object(name: str) -> Any:
+    """Import `module:name`. Modules in the working directory are found too."""
     module_name, _, attribute = name.partition(":")
     if not attribute:
-        raise ConfigError(f"`{name}` names no object", hint="Write `module:name`")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does; a console script does not
+        raise ConfigError(f"`{name}` does not name an object", hint="Write `module:name`")
+    directory = str(Path.cwd())
+    if directory not in sys.path:
+        sys.path.insert(0, directory)  # `python -m` does this, but a console script does not
     try:
         module = importlib.import_module(module_name)
     except ImportError as exc:
         raise ConfigError(
-            f"`{name}` cannot be imported: {exc}",
-            hint=f"Run where `{module_name}` can be imported, or install it",
+            f"Cannot import `{name}`: {exc}",
+            hint=f"Run in the directory that contains `{module_name}`, or install it",
         ) from exc
     found: Any = module
     for part in attribute.split("."):
@@ -41,44 +41,44 @@ def load(name: str) -> Any:
     return found
 
 
-def instance(config: CustomConfig) -> Any:
-    """The user's component, made with the arguments that stand beside its `_type`."""
-    make = load(config.type)
+def create_component(config: CustomConfig) -> Any:
+    """Create the user's component with the arguments given beside its `_type`."""
+    factory = import_object(config.type)
     try:
-        return make(**config.arguments)
+        return factory(**config.arguments)
     except TypeError as exc:
         raise ConfigError(
-            f"`{config.type}` does not take these settings: {exc}",
-            hint="Give the arguments of its constructor beside `_type`",
+            f"`{config.type}` does not accept these settings: {exc}",
+            hint="Beside `_type`, give exactly the arguments of its constructor",
         ) from exc
 
 
 async def call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call what may be sync or async; a sync one runs in a thread, so that others go on."""
+    """Call a sync or async function. A sync one runs in a thread, so it blocks nothing else."""
     try:
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            getattr(function, "__call__", None)  # noqa: B004  an object's own async call
+            getattr(function, "__call__", None)  # noqa: B004  an object with an async `__call__`
         ):
             return await function(*arguments, **named)
         result = await _in_thread(lambda: function(*arguments, **named))
         return await result if inspect.isawaitable(result) else result
-    except SystemExit as caught:  # of code that a model wrote: it must not end the program
+    except SystemExit as caught:  # code that a model wrote must not end the program
         raise RuntimeError(f"SystemExit: {caught}") from caught
     except asyncio.CancelledError as caught:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        raise RuntimeError("It awaited what it had cancelled itself") from caught
+        raise RuntimeError("The code awaited a task that it had cancelled itself") from caught
 
 
 def _in_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
-    """Run in a daemon thread: one that hangs past its timeout must not keep the program alive."""
+    """Run in a daemon thread, which cannot keep the program alive if it hangs."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
     def settle(result: Any, error: BaseException | None) -> None:
         if future.done():
-            return  # it timed out, and nobody waits any more
+            return  # the call has timed out
         if error is None:
             future.set_result(result)
         else:
@@ -89,11 +89,11 @@ def _in_thread(function: Callable[[], Any]) -> "asyncio.Future[Any]":
         error: BaseException | None = None
         try:
             result = function()
-        except (StopIteration, SystemExit) as caught:  # a future would not take the first
+        except (StopIteration, SystemExit) as caught:  # a future rejects StopIteration
             error = RuntimeError(f"{type(caught).__name__}: {caught}")
         except BaseException as caught:
             error = caught
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the run was given up
+        with contextlib.suppress(RuntimeError):  # the loop is closed, the result unneeded
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=run, daemon=True).start()

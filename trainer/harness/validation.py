@@ -1,4 +1,4 @@
-"""How the policy does on examples it is not trained on."""
+"""Validation: measures the policy on examples that it is not trained on."""
 
 import logging
 from datetime import UTC, datetime
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 async def validate(context: Context, run_id: str, epoch: int) -> dict[str, Any]:
-    """Run the validation examples once each, after `epoch` epochs, and summarise them."""
+    """Run each validation example once, after `epoch` epochs, and return a summary."""
     assert context.validation is not None
     logger.info("Running validation after %s epochs", epoch)
     context.progress.phase("validation", len(context.validation))
@@ -23,22 +23,22 @@ async def validate(context: Context, run_id: str, epoch: int) -> dict[str, Any]:
     except ExceptionGroup as group:
         raise group.exceptions[0] from None
     warn_of_failures(runs)
-    every = [run for group in runs for run in group]
+    all_runs = [run for group in runs for run in group]
     path = context.config.eval.general.output_dir / f"validation_{epoch:04d}.jsonl"
-    write_jsonl(path, map(record, every))
-    # A backend may keep what was measured beside its checkpoints; an adapter need not know how.
+    write_jsonl(path, map(record, all_runs))
+    # Optional: the TrainerAdapter may pass the runs on to the backend.
     if hasattr(context.trainer_adapter, "log_validation"):
-        await context.trainer_adapter.log_validation(every)
+        await context.trainer_adapter.log_validation(all_runs)
     summary = {
         "epoch": epoch,
         "timestamp": datetime.now(UTC).isoformat(),
-        **reward_summary([run.reward for run in every if run.reward is not None]),
-        "num_examples": sum(run.reward is not None for run in every),
+        **reward_summary([run.reward for run in all_runs if run.reward is not None]),
+        "num_examples": sum(run.reward is not None for run in all_runs),
         "failures": failures(runs),
-        "metrics": mean_metrics(every),
+        "metrics": mean_metrics(all_runs),
     }
     if "avg_reward" in summary:
         logger.info("Validation after %s epochs - Avg Reward: %.4f", epoch, summary["avg_reward"])
     else:
-        logger.warning("Validation after %s epochs gave no reward at all", epoch)
+        logger.warning("Validation after %s epochs produced no rewards", epoch)
     return summary

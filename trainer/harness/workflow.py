@@ -1,31 +1,31 @@
-"""The workflow of the config as one async call: (example, llm) in, output out."""
+"""Turns the configured workflow into one async function: `workflow(example, llm)`."""
 
 from collections.abc import Callable
 from typing import Any
 
 from trainer.harness import frameworks
-from trainer.harness.components import CustomConfig, PythonWorkflow
+from trainer.harness.components import CustomConfig, PythonWorkflowConfig
 from trainer.harness.llm import Llm, Workflow
 from trainer.harness.types import Example
-from trainer.harness.user_code import call, instance, load
+from trainer.harness.user_code import call, create_component, import_object
 
 
-def load_workflow(config: PythonWorkflow | CustomConfig) -> Workflow:
-    """The user's function, class, or framework's agent.
+def load_workflow(config: PythonWorkflowConfig | CustomConfig) -> Workflow:
+    """Load the user's function, class or framework agent.
 
-    A class of the user's own is made once and called as `workflow(example, llm)`.
+    A class is created once, and its object is called for every run.
     """
     if isinstance(config, CustomConfig):
         arguments = {name: value for name, value in config.arguments.items() if name != "llm"}
-        made = instance(CustomConfig(_type=config.type, **arguments))
-        return _called(made, {})
-    function = load(config.function)
+        workflow = create_component(CustomConfig(_type=config.type, **arguments))
+        return _as_async(workflow, {})
+    function = import_object(config.function)
     if config.type == "python":
-        return _called(function, config.args)
+        return _as_async(function, config.args)
     return frameworks.WORKFLOWS[config.type](function, config.args)
 
 
-def _called(function: Callable[..., Any], arguments: dict[str, Any]) -> Workflow:
+def _as_async(function: Callable[..., Any], arguments: dict[str, Any]) -> Workflow:
     async def run(example: Example, llm: Llm) -> Any:
         return await call(function, example, llm, **arguments)
 

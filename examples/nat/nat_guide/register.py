@@ -22,7 +22,7 @@ async def my_workflow(config: MyWorkflowConfig, builder: Builder) -> AsyncIterat
     llm = await builder.get_llm(config.llm, wrapper_type=LLMFrameworkEnum.LANGCHAIN)
 
     async def answer(question: str) -> str:
-        """Ask the model that is trained."""
+        """Ask the model being trained."""
         reply = await llm.ainvoke([("system", "Answer in plain words."), ("human", question)])
         return str(reply.content)
 
@@ -34,7 +34,7 @@ class MyRewardConfig(EvaluatorBaseConfig, name="my_custom_evaluator"):  # type: 
 
 
 def reward(text: str) -> float:
-    """Share of ASCII letters: something even a model that knows nothing can get better at."""
+    """Return the share of ASCII letters, which even a random model can improve."""
     return sum(c.isascii() and c.isalpha() for c in text) / max(len(text), 1)
 
 

@@ -1,4 +1,4 @@
-"""A LangGraph agent: its model node and its tool node take turns, and it streams."""
+"""A LangGraph agent that alternates between model and tool nodes, and streams."""
 
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI

@@ -1,6 +1,6 @@
-"""An agent of one framework with a tool, trained by its rollouts: FRAMEWORK CONTROL_URL OPENAI_URL.
+"""Train one framework's agent with a tool on its rollouts: FRAMEWORK CONTROL_URL OPENAI_URL.
 
-The agent is only told a base URL, `/rollouts/ID/v1`; what it sampled is read back from there.
+The agent only receives a base URL, `/rollouts/ID/v1`. Its completions are read back from there.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from typing import Any
 
 import art
 import httpx
-from common import BASE, tell
+from common import BASE, report
 
 from trainer.client import ArtBackend
 
@@ -51,7 +51,7 @@ async def main(framework: str, control: str, openai: str) -> None:
             answers.append(answer)
             group.append(trajectory(openai, rollout, reward=float("5" in answer)))
         results.append(await backend.train(model, [art.TrajectoryGroup(group)], learning_rate=1e-3))
-    tell(
+    report(
         answers=answers,
         turns=[t.metrics["turns"] for t in group],
         steps=[result.step for result in results],

@@ -5,7 +5,7 @@ import sys
 
 import art
 from art.types import TrainSFTConfig
-from common import BASE, QUESTION, fingerprint, reward, tell
+from common import BASE, QUESTION, fingerprint, report, reward
 
 from trainer.client import ArtBackend
 from trainer.errors import TrainerError
@@ -59,7 +59,7 @@ async def main(control: str, openai: str) -> None:
             await backend.train(model, [group], **setting)
         except TrainerError as error:
             refused[next(iter(setting))] = error.message
-    tell(steps=steps, names=names, losses=losses, fingerprints=fingerprints, refused=refused)
+    report(steps=steps, names=names, losses=losses, fingerprints=fingerprints, refused=refused)
     await backend.close()
 
 

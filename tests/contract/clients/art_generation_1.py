@@ -4,7 +4,7 @@ import asyncio
 import sys
 
 import art
-from common import BASE, QUESTION, fingerprint, reward, tell
+from common import BASE, QUESTION, fingerprint, report, reward
 
 
 async def rollout(model: art.TrainableModel, number: int) -> art.Trajectory:
@@ -34,7 +34,7 @@ async def main(control: str, openai: str) -> None:
     await model.delete_checkpoints()
     fork = art.TrainableModel(name="generation-1-fork", project="contract", base_model=BASE)
     await backend._experimental_fork_checkpoint(fork, from_model=model.name)
-    tell(steps=steps, fingerprints=fingerprints, fork=fingerprint(openai, fork.name))
+    report(steps=steps, fingerprints=fingerprints, fork=fingerprint(openai, fork.name))
     await backend.close()
 
 

@@ -5,7 +5,7 @@ import sys
 
 import art
 from art.serverless.backend import ServerlessBackend
-from common import BASE, QUESTION, fingerprint, reward, tell
+from common import BASE, QUESTION, fingerprint, report, reward
 
 
 async def rollout(model: art.TrainableModel, number: int) -> art.Trajectory:
@@ -40,7 +40,7 @@ async def main(openai: str) -> None:
         refused = ""
     except Exception as error:
         refused = str(error)
-    tell(steps=steps, fingerprints=fingerprints, metrics=metrics, refused=refused)
+    report(steps=steps, fingerprints=fingerprints, metrics=metrics, refused=refused)
     await backend.close()
 
 

@@ -1,4 +1,4 @@
-"""What the client scripts share. Each runs in its own environment, so only httpx is sure."""
+"""Helpers for the client scripts. Their environments have only httpx in common."""
 
 import json
 import sys
@@ -11,25 +11,25 @@ QUESTION = [{"role": "user", "content": "Say something"}]
 
 
 def reward(number: int) -> float:
-    """Rewards that differ within every group."""
+    """Return a reward that differs within every group."""
     return float(number % 2)
 
 
-def tell(**result: Any) -> None:
-    """The script's result, for the test that ran it."""
+def report(**result: Any) -> None:
+    """Print the script's result as JSON for the test that runs it."""
     sys.stdout.write(json.dumps(result) + "\n")
 
 
 def fingerprint(openai_url: str, name: str) -> list[float]:
-    """Logprobs of the likeliest first token after eight questions: they tell weights apart.
+    """Return the logprobs of the likeliest first token after eight questions.
 
-    A step may hardly move one of them, by chance; it never leaves all eight where they were.
+    They distinguish weights: a step may by chance barely change one of them, but never all eight.
     """
-    found = []
+    logprobs = []
     for number in range(8):
         question = {"role": "user", "content": f"Say something about {number}"}
         body = {"model": name, "messages": [question], "max_tokens": 1, "temperature": 0}
         answer = httpx.post(f"{openai_url}/v1/chat/completions", json=body, timeout=60)
         answer.raise_for_status()
-        found.append(float(answer.json()["choices"][0]["logprobs"]["content"][0]["logprob"]))
-    return found
+        logprobs.append(float(answer.json()["choices"][0]["logprobs"]["content"][0]["logprob"]))
+    return logprobs

@@ -1,11 +1,11 @@
-"""No ART at all: `openai` samples and the control API trains: CONTROL_URL OPENAI_URL."""
+"""Without ART: sample with `openai`, train with the control API: CONTROL_URL OPENAI_URL."""
 
 import sys
 from typing import Any
 
 import httpx
 import openai
-from common import BASE, QUESTION, fingerprint, reward, tell
+from common import BASE, QUESTION, fingerprint, report, reward
 
 
 def main(control: str, openai_url: str) -> None:
@@ -30,7 +30,7 @@ def main(control: str, openai_url: str) -> None:
         steps.append(http.post("/_get_step", json=model).json())
         fingerprints.append(fingerprint(openai_url, "openai"))
     names = [served.id for served in client.models.list()]
-    tell(steps=steps, fingerprints=fingerprints, names=names)
+    report(steps=steps, fingerprints=fingerprints, names=names)
 
 
 main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""A working directory with an agent, a reward and the guide's YAML aimed at the real server."""
+"""A project with an agent, a reward and the guide's YAML, set up for the real server."""
 
 import json
 import subprocess
@@ -23,14 +23,14 @@ async def answer(example, llm):
 
 
 def length(run):
-    """Any reward that differs between samples."""
+    """A reward that differs between samples."""
     text = run.output or ""
     return {"reward": sum(map(ord, text)) % 97 / 97, "characters": len(text)}
 '''
 
 
 def guide(server: Any, name: str) -> dict[str, Any]:
-    """The guide's "Basic Configuration" with workflow, evaluator, dataset and model filled in."""
+    """Return the guide's "Basic Configuration", with the missing parts filled in."""
     return {
         "llms": {
             "training_llm": {
@@ -82,7 +82,7 @@ def guide(server: Any, name: str) -> dict[str, Any]:
 
 @dataclass
 class Project:
-    """A user's directory, in which `trainer finetune` is run."""
+    """A user's directory, in which `trainer finetune` runs."""
 
     directory: Path
     config: dict[str, Any]
@@ -120,7 +120,7 @@ class Project:
 
 
 def write_project(directory: Path) -> None:
-    """The agent, and datasets of four and two questions."""
+    """Write the agent, four training questions and two validation questions."""
     (directory / "agent.py").write_text(AGENT)
     (directory / "data").mkdir()
     rows = [{"id": n, "question": f"Question {n}?", "answer": str(n)} for n in range(6)]

@@ -1,4 +1,4 @@
-"""`trainer finetune` against a real `trainer serve`: the guide's YAML, its files, its lines."""
+"""`trainer finetune` against a real `trainer serve`: the guide's YAML, files and log lines."""
 
 import json
 from typing import Any
@@ -46,13 +46,13 @@ def test_the_guides_yaml_trains_and_writes_every_file_the_guide_names(
         "validation_0000.jsonl", "validation_0001.jsonl", "validation_0002.jsonl",
     ]  # fmt: skip
     model = server.state / "harness" / "models" / backend["name"]
-    # The server knows how the policy did, and reports it with its own metrics.
+    # The server records the validation rewards with its own metrics.
     history = [json.loads(line) for line in (model / "history.jsonl").read_text().splitlines()]
-    told = [(row["step"], row["val/reward"]) for row in history if "val/reward" in row]
+    recorded = [(row["step"], row["val/reward"]) for row in history if "val/reward" in row]
     validation = project.read("validation_history.json")
-    assert told == [(step, pytest.approx(validation[step]["avg_reward"])) for step in range(3)]
+    assert recorded == [(step, pytest.approx(validation[step]["avg_reward"])) for step in range(3)]
     assert [row["step"] for row in history if "train/reward" in row] == [1, 2]
-    # Before step 2 only the newest was kept.
+    # Before step 2, all checkpoints except the newest were deleted.
     assert sorted(path.name for path in (model / "checkpoints").iterdir()) == ["0001", "0002"]
     run_id = metrics[0]["run_id"]
     for line in (

@@ -1,4 +1,4 @@
-"""Agents of other people's frameworks, each trained an epoch by `trainer finetune` alone."""
+"""Agents built with other frameworks, each trained for an epoch by `trainer finetune`."""
 
 import json
 from typing import Any
@@ -55,7 +55,7 @@ CALLS = {"langgraph": 2, "llama_index": 1, "google_adk": 1, "python": 1}
 
 
 @pytest.mark.parametrize("framework", AGENTS)
-def test_an_agent_of_a_framework_is_trained_an_epoch(project: Any, framework: str) -> None:
+def test_a_framework_agent_trains_for_an_epoch(project: Any, framework: str) -> None:
     project.python = str(python_of("agents"))
     path = project.directory / "agent.py"
     path.write_text(path.read_text() + AGENTS[framework])
@@ -65,7 +65,7 @@ def test_an_agent_of_a_framework_is_trained_an_epoch(project: Any, framework: st
     (row,) = project.read("training_metrics.jsonl")
     assert row["failures"] == {} and row["num_trajectories"] == 8
     assert row["step"] == 1 and row["data/step_num_groups_trainable"] >= 1
-    # The tokens that were sampled, through whatever the framework made of the messages.
+    # The sampled tokens were trained on, although the framework rewrote the messages.
     assert row["data/retokenized"] == 0
     runs = project.directory / ".tmp/nat/finetuning/eval/epoch_0001.jsonl"
     assert {json.loads(line)["calls"] for line in runs.read_text().splitlines()} == {

@@ -1,4 +1,4 @@
-"""NVIDIA's guide, word for word: its YAML, its ports, and every file that it names."""
+"""NVIDIA's guide as written: its YAML, its ports and every file it names."""
 
 import json
 import socket
@@ -12,7 +12,7 @@ from tests.contract.harness.conftest import write_project
 from tests.environments import client_environment
 from tests.serving import Serving
 
-# "Basic Configuration" with the block of "Curriculum Learning" at its end.
+# "Basic Configuration", followed by the block of "Curriculum Learning".
 GUIDE = """
 llms:
   training_llm:
@@ -84,13 +84,11 @@ FILLED_IN = {
 }
 
 
-def test_the_guide_runs_as_it_is_written_on_the_ports_it_names(
-    tmp_path: Path, art_cache: str
-) -> None:
+def test_the_guide_runs_as_written_on_its_ports(tmp_path: Path, art_cache: str) -> None:
     for port in (7623, 8000):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
-                pytest.skip(f"port {port}, which the guide names, is in use here")
+                pytest.skip(f"port {port}, which the guide uses, is taken on this machine")
     write_project(tmp_path)
     text = GUIDE
     for theirs, ours in FILLED_IN.items():

@@ -1,4 +1,4 @@
-"""`report_to`, with the real libraries, offline or on loopback."""
+"""`report_to` with the real client libraries, offline or on loopback."""
 
 import json
 import subprocess
@@ -35,7 +35,7 @@ reporter.log(2, {"avg_reward": 0.75, "loss/policy": 0.25})
 reporter.close()
 """
 
-# W&B's offline file is LevelDB's log format: blocks of 32 KiB, records with a header of 7 bytes.
+# W&B's offline file has LevelDB's log format: 32 KiB blocks, and records with a 7-byte header.
 READ_WANDB = """
 import json, struct, sys
 from pathlib import Path
@@ -75,7 +75,7 @@ def report(python: Path, name: str, output: Path, **environment: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def ask(python: Path, code: str, *arguments: str) -> Any:
+def run_code(python: Path, code: str, *arguments: str) -> Any:
     done = subprocess.run(
         [str(python), "-c", code, *arguments], capture_output=True, text=True, timeout=120
     )
@@ -84,14 +84,14 @@ def ask(python: Path, code: str, *arguments: str) -> Any:
 
 
 class Service(BaseHTTPRequestHandler):
-    """Takes everything, and remembers it."""
+    """Accepts every request and keeps it."""
 
-    said: list[tuple[str, Any]]
+    requests: list[tuple[str, Any]]
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length") or 0))
         text = body.decode(errors="replace")
-        self.said.append((self.path, json.loads(text) if text.startswith(("{", "[")) else text))
+        self.requests.append((self.path, json.loads(text) if text.startswith(("{", "[")) else text))
         answer = b'{"status": "ok", "successes": [], "errors": []}'
         self.send_response(200)
         self.send_header("content-type", "application/json")
@@ -104,23 +104,23 @@ class Service(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def service() -> Iterator[tuple[str, list[tuple[str, Any]]]]:
-    said: list[tuple[str, Any]] = []
-    handler = type("Remembering", (Service,), {"said": said})
+    requests: list[tuple[str, Any]] = []
+    handler = type("Recorder", (Service,), {"requests": requests})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}", said
+        yield f"http://127.0.0.1:{server.server_port}", requests
         server.shutdown()
 
 
-def test_wandb_gets_every_epoch_offline(python: Path, tmp_path: Path) -> None:
+def test_wandb_records_every_epoch_offline(python: Path, tmp_path: Path) -> None:
     report(python, "wandb", tmp_path, WANDB_MODE="offline")
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
     (log,) = run.glob("*.wandb")
-    rows = ask(python, READ_WANDB, str(log))
+    rows = run_code(python, READ_WANDB, str(log))
     assert [(row["_step"], row["avg_reward"]) for row in rows] == [(1, 0.25), (2, 0.75)]
 
 
-def test_tensorboard_gets_every_epoch_in_its_event_file(python: Path, tmp_path: Path) -> None:
+def test_tensorboard_records_every_epoch_in_its_event_file(python: Path, tmp_path: Path) -> None:
     report(python, "tensorboard", tmp_path)
     code = """
 import json, sys
@@ -129,11 +129,11 @@ events = EventAccumulator(sys.argv[1])
 events.Reload()
 print(json.dumps([[e.step, e.value] for e in events.Scalars("avg_reward")]))
 """
-    found = ask(python, code, str(tmp_path / "tensorboard" / "art_run_1"))
+    found = run_code(python, code, str(tmp_path / "tensorboard" / "art_run_1"))
     assert found == [[1, 0.25], [2, 0.75]]
 
 
-def test_mlflow_gets_every_epoch_in_its_store(python: Path, tmp_path: Path) -> None:
+def test_mlflow_records_every_epoch_in_its_store(python: Path, tmp_path: Path) -> None:
     report(
         python,
         "mlflow",
@@ -146,23 +146,23 @@ def test_mlflow_gets_every_epoch_in_its_store(python: Path, tmp_path: Path) -> N
     assert [(float(value), int(step)) for _, value, step in rows] == [(0.25, 1), (0.75, 2)]
 
 
-def test_langfuse_gets_a_score_for_every_metric(
+def test_langfuse_receives_a_score_for_every_metric(
     python: Path, tmp_path: Path, service: tuple[str, list[tuple[str, Any]]]
 ) -> None:
-    url, said = service
+    url, requests = service
     keys = {"LANGFUSE_PUBLIC_KEY": "pk", "LANGFUSE_SECRET_KEY": "sk"}
     report(python, "langfuse", tmp_path, **keys, LANGFUSE_HOST=url, LANGFUSE_BASE_URL=url)
-    scores = [score for path, body in said if path.endswith("/scores") for score in body]
+    scores = [score for path, body in requests if path.endswith("/scores") for score in body]
     assert sorted((s["name"], s["value"]) for s in scores) == [
         ("avg_reward", 0.25), ("avg_reward", 0.75), ("loss/policy", 0.25), ("loss/policy", 0.5),
     ]  # fmt: skip
 
 
-def test_openpipe_gets_a_report_for_every_epoch(
+def test_openpipe_receives_a_report_for_every_epoch(
     python: Path, tmp_path: Path, service: tuple[str, list[tuple[str, Any]]]
 ) -> None:
-    url, said = service
+    url, requests = service
     report(python, "openpipe", tmp_path, OPENPIPE_API_KEY="k", OPENPIPE_BASE_URL=url)
-    reports = [body for path, body in said if path.endswith("/report")]
+    reports = [body for path, body in requests if path.endswith("/report")]
     found = [(r["tags"]["epoch"], r["tags"]["avg_reward"]) for r in reports]
     assert found == [("1", "0.25"), ("2", "0.75")]

@@ -1,4 +1,4 @@
-"""The backend dies in the middle of a step: the harness waits, and the step is made once."""
+"""The backend is killed during a step: the harness waits, and the step is trained once."""
 
 import signal
 import subprocess
@@ -9,7 +9,7 @@ from tests.environments import client_environment
 from tests.serving import Serving
 
 
-def test_a_backend_that_is_killed_while_it_trains_is_waited_for(
+def test_the_harness_waits_for_a_backend_killed_during_training(
     tmp_path: Path, art_cache: str
 ) -> None:
     (tmp_path / "server-row").touch()
@@ -25,15 +25,15 @@ def test_a_backend_that_is_killed_while_it_trains_is_waited_for(
             text=True,
         )
         assert process.stderr
-        told, killed = [], False
+        lines, killed = [], False
         with process.stderr:
             for line in process.stderr:
-                told.append(line)
+                lines.append(line)
                 if "Submitted" in line and not killed:
                     killed = True
-                    assert serving.process.wait(300) == -signal.SIGKILL  # by itself, in mid-step
+                    assert serving.process.wait(300) == -signal.SIGKILL  # by `ART_FAULTS`, mid-step
                     serving.start()
-        assert process.wait(300) == 0, "".join(told)
+        assert process.wait(300) == 0, "".join(lines)
         metrics = project.read("training_metrics.jsonl")
         assert [(row["epoch"], row["step"]) for row in metrics] == [(1, 1), (2, 2)]
-        assert any("The backend went away while it trained" in line for line in told)
+        assert any("Lost the connection to the backend during training" in line for line in lines)

@@ -1,4 +1,4 @@
-"""`kill -9` of the harness, and of the backend under it: no epoch is lost, none comes twice."""
+"""Killing the harness loses no epoch and trains none twice."""
 
 import re
 import signal
@@ -12,21 +12,21 @@ EPOCHS = ("-o", "finetuning.num_epochs", "5")
 
 
 def stop_at(project: Any, line: str, times: int, how: signal.Signals = signal.SIGKILL) -> int:
-    """Start training, send it a signal when `line` has come up so many times, and see it end."""
+    """Start training, signal it when `line` has appeared `times` times; return its exit code."""
     process = subprocess.Popen(
         project.command(*EPOCHS), cwd=project.directory, stderr=subprocess.PIPE, text=True
     )
     assert process.stderr
     with process.stderr:
-        for told in process.stderr:
-            times -= line in told
+        for output in process.stderr:
+            times -= line in output
             if not times:
                 process.send_signal(how)
                 break
         rest = process.stderr.read()
-    ended = process.wait(120)
+    code = process.wait(120)
     assert "Traceback" not in rest
-    return ended
+    return code
 
 
 def step_of(server: Any, project: Any) -> int:
@@ -36,14 +36,14 @@ def step_of(server: Any, project: Any) -> int:
 
 
 @pytest.mark.parametrize("line", ["Starting epoch 3", "Submitted"], ids=["sampling", "training"])
-def test_a_killed_run_resumes_with_five_epochs_none_twice(
+def test_a_killed_run_resumes_and_trains_no_epoch_twice(
     project: Any, server: Any, line: str
 ) -> None:
     assert stop_at(project, line, 1 if "epoch" in line else 3) == -signal.SIGKILL
-    before = project.read("reward_history.json")[:2]  # the kill may come a moment late
+    before = project.read("reward_history.json")[:2]  # the signal may arrive late
     assert [row["epoch"] for row in before] == [1, 2]
-    told = project.finetune("--resume", *EPOCHS).stderr
-    assert "INFO - Resuming run" in told and re.search("after epoch [2-4]", told)
+    output = project.finetune("--resume", *EPOCHS).stderr
+    assert "INFO - Resuming run" in output and re.search("after epoch [2-4]", output)
     rewards = project.read("reward_history.json")
     assert [row["epoch"] for row in rewards] == [1, 2, 3, 4, 5]
     assert rewards[:2] == before
@@ -51,7 +51,7 @@ def test_a_killed_run_resumes_with_five_epochs_none_twice(
     assert [row["epoch"] for row in metrics] == [1, 2, 3, 4, 5]
     assert len({row["run_id"] for row in metrics}) == 1
     assert step_of(server, project) == metrics[-1]["step"] == 5
-    # A run that has ended is not trained again.
+    # A finished run is not trained again.
     again = project.finetune("--resume", *EPOCHS).stderr
     assert "Starting epoch" not in again and step_of(server, project) == 5
 
@@ -62,11 +62,11 @@ def test_ctrl_c_stops_cleanly_and_the_run_can_be_resumed(project: Any) -> None:
     assert [row["epoch"] for row in project.read("reward_history.json")][:2] == [1, 2]
 
 
-def test_a_new_run_keeps_the_files_of_the_one_before(project: Any) -> None:
+def test_a_new_run_keeps_the_files_of_the_previous_one(project: Any) -> None:
     project.finetune("-o", "finetuning.num_epochs", "1")
     first = project.read("training_metrics.jsonl")[0]["run_id"]
-    told = project.finetune("-o", "finetuning.num_epochs", "1").stderr
-    assert f"previous/{first}" in told
+    output = project.finetune("-o", "finetuning.num_epochs", "1").stderr
+    assert f"previous/{first}" in output
     assert (project.output / "previous" / first / "training_metrics.jsonl").is_file()
     (row,) = project.read("training_metrics.jsonl")
     assert row["run_id"] != first and row["step"] == 2

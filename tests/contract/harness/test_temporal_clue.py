@@ -1,4 +1,4 @@
-"""Puzzles with one answer, the same file for the same seed, and a reward that is partial."""
+"""Puzzles have one answer, a seed gives the same file again, and the reward is partial."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ def clues_of(row: dict[str, Any]) -> list[Clue]:
     return [Clue(kind, tuple(about)) for kind, *about in row["clues"]]
 
 
-def test_a_thousand_puzzles_are_each_proven_to_have_one_answer() -> None:
+def test_each_of_a_thousand_puzzles_has_exactly_one_answer() -> None:
     proven = 0
     for name, count in (("tiny", 900), ("small", 80), ("medium", 20)):
         solver = Solver(SIZES[name])
@@ -35,7 +35,7 @@ def test_a_thousand_puzzles_are_each_proven_to_have_one_answer() -> None:
 
 
 def test_the_solver_agrees_with_brute_force() -> None:
-    """On every subset of clues of a tiny puzzle that leaves some out."""
+    """For a tiny puzzle with any two of its clues removed."""
     (row,) = puzzles(SIZES["tiny"], 1, seed=5)
     clues, solver = clues_of(row), Solver(SIZES["tiny"])
     for dropped in itertools.combinations(range(len(clues)), 2):
@@ -53,7 +53,7 @@ def test_the_solver_agrees_with_brute_force() -> None:
         assert solver.is_unique(kept, row["case"]) == (len(possible) == 1)
 
 
-def test_a_deduced_puzzle_needs_every_one_of_its_clues() -> None:
+def test_a_deduction_puzzle_needs_all_of_its_clues() -> None:
     solver = Solver(SIZES["small"])
     for row in puzzles(SIZES["small"], 5, seed=3):
         clues = clues_of(row)
@@ -62,7 +62,7 @@ def test_a_deduced_puzzle_needs_every_one_of_its_clues() -> None:
 
 
 @pytest.mark.parametrize("name", ["large", "original"])
-def test_larger_sizes_can_be_made(name: str) -> None:
+def test_larger_sizes_can_be_generated(name: str) -> None:
     (row,) = puzzles(SIZES[name], 1, seed=1)
     assert len(row["answer"].splitlines()) == len(row["options"]) == 5
     assert "Answer with one line for each of A, B, C, D, E" in row["question"]
@@ -77,7 +77,7 @@ def test_larger_sizes_can_be_made(name: str) -> None:
         ("small_validation", "small", 32, 4),
     ],
 )
-def test_the_same_seed_gives_the_shipped_file(file: str, size: str, count: int, seed: int) -> None:
+def test_the_seed_reproduces_the_shipped_file(file: str, size: str, count: int, seed: int) -> None:
     made = "".join(json.dumps(row) + "\n" for row in puzzles(SIZES[size], count, seed))
     assert made == (DATA / f"{file}.jsonl").read_text()
 
@@ -107,6 +107,6 @@ def test_credit_is_partial(output: str, finish: str, reward: float) -> None:
     options = {"A": ["Rose", "Gray"], "B": ["rope"], "C": ["hall"], "D": ["noon", "dusk"]}
     answer = "A: Rose\nB: rope\nC: hall\nD: noon"
     example = Example("e", "q", answer, {"options": options})
-    said = Completion("policy", None, [], {"finish_reason": finish, "message": {}})
-    run = WorkflowRun(example, 0, output=output, completions=[said])
+    completion = Completion("policy", None, [], {"finish_reason": finish, "message": {}})
+    run = WorkflowRun(example, 0, output=output, completions=[completion])
     assert score(run)["reward"] == pytest.approx(reward)

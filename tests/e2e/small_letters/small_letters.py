@@ -1,4 +1,4 @@
-"""An agent that even random weights earn something with: the share of small letters it writes."""
+"""An agent rewarded for its share of lowercase letters, which even random weights produce."""
 
 from typing import Any
 

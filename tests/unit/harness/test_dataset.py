@@ -4,14 +4,14 @@ from pathlib import Path
 import pytest
 
 from kit.errors import ConfigError
-from trainer.harness.components import JsonDataset
+from trainer.harness.components import FileDatasetConfig
 from trainer.harness.dataset import load_examples
 
 ROWS = [{"id": 1, "question": "a?", "answer": "x", "more": 5}, {"id": 2, "question": "b?"}]
 
 
-def dataset(path: Path, kind: str = "jsonl", **settings: object) -> JsonDataset:
-    return JsonDataset.model_validate({"_type": kind, "file_path": path, **settings})
+def dataset(path: Path, kind: str = "jsonl", **settings: object) -> FileDatasetConfig:
+    return FileDatasetConfig.model_validate({"_type": kind, "file_path": path, **settings})
 
 
 def write(tmp_path: Path, text: str) -> Path:
@@ -35,42 +35,44 @@ def test_json_json_lines_and_csv_give_the_same_examples(tmp_path: Path, kind: st
     assert str(found[0].row["more"]) == "5"
 
 
-def test_other_names_of_the_fields_can_be_set(tmp_path: Path) -> None:
+def test_field_names_can_be_set(tmp_path: Path) -> None:
     path = write(tmp_path, '{"key": "k", "prompt": "p", "gold": "g"}')
     structure = {"question_key": "prompt", "answer_key": "gold"}
     (example,) = load_examples(dataset(path, id_key="key", structure=structure))
     assert (example.id, example.question, example.answer) == ("k", "p", "g")
 
 
-def test_every_fault_of_a_file_is_told_with_its_line(tmp_path: Path) -> None:
+def test_every_fault_of_a_file_is_reported_with_its_line(tmp_path: Path) -> None:
     text = '{"id": 1, "question": "a"}\n{"id": 1, "question": "b"}\n{"id": 3\n{"id": 4}\n7\n'
     with pytest.raises(ConfigError) as caught:
         load_examples(dataset(write(tmp_path, text)))
     message = caught.value.message
     assert "has 4 faults" in message
-    assert "entry 2: the id `1` is that of entry 1 too" in message
+    assert "entry 2: same id `1` as entry 1" in message
     assert "line 3: not valid JSON" in message
-    assert "entry 4: `question` is missing" in message
-    assert "entry 5: not an object but `7`" in message
+    assert "entry 4: missing `question`" in message
+    assert "entry 5: expected an object, found `7`" in message
 
 
-def test_many_faults_are_counted_rather_than_all_told(tmp_path: Path) -> None:
+def test_many_faults_are_counted_instead_of_listed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has 50 faults.*and 45 more"):
         load_examples(dataset(write(tmp_path, "{\n" * 50)))
 
 
-@pytest.mark.parametrize(("text", "says"), [("", "is empty"), ("\n", "is empty"), ("[", "line 1")])
-def test_an_empty_or_broken_file_is_told(tmp_path: Path, text: str, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
+@pytest.mark.parametrize(
+    ("text", "expected"), [("", "is empty"), ("\n", "is empty"), ("[", "line 1")]
+)
+def test_an_empty_or_broken_file_is_an_error(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
         load_examples(dataset(write(tmp_path, text), "json"))
 
 
-def test_an_absent_file_is_told_by_name(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_file_names_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nope\.json"):
         load_examples(dataset(tmp_path / "nope.json", "json"))
 
 
-def test_lines_within_a_cell_or_a_string_are_kept(tmp_path: Path) -> None:
+def test_line_breaks_within_a_cell_or_a_string_are_kept(tmp_path: Path) -> None:
     cell = write(tmp_path, 'id,question,answer\n1,"line one\nline two",x\n')
     (example,) = load_examples(dataset(cell, "csv"))
     assert example.question == "line one\nline two"

@@ -1,5 +1,6 @@
-"""Calls become conversations, and conversations what the backend trains on."""
+"""Calls are joined into episodes, and episodes become ART's JSON."""
 
+import re
 from typing import Any
 
 import pytest
@@ -50,7 +51,7 @@ def test_turns_that_continue_each_other_are_one_conversation() -> None:
     assert wire["metadata"]["example_id"] == "e"
 
 
-def test_a_second_agents_conversation_is_a_history_of_its_own() -> None:
+def test_a_second_agents_conversation_is_a_separate_history() -> None:
     other = {"role": "system", "content": "You plan."}
     calls = [completion([USER], "one"), completion([other, USER], "two")]
     trajectory = episodes.build(run(), calls)
@@ -59,7 +60,7 @@ def test_a_second_agents_conversation_is_a_history_of_its_own() -> None:
     assert more["messages_and_choices"] == [other, USER, calls[1].choice]
 
 
-def test_an_assistants_message_that_was_not_sampled_stays_a_message() -> None:
+def test_an_assistant_message_that_was_not_sampled_stays_a_message() -> None:
     shown = {"role": "assistant", "content": "A: x"}
     trajectory = episodes.build(run(), [completion([USER, shown, USER], "A: y")])
     assert trajectory is not None
@@ -67,19 +68,19 @@ def test_an_assistants_message_that_was_not_sampled_stays_a_message() -> None:
     assert wire[1] == shown and "finish_reason" in wire[3]
 
 
-def test_only_calls_of_the_target_functions_and_model_are_wanted() -> None:
+def test_only_calls_of_the_target_functions_and_model_are_selected() -> None:
     calls = [
         completion([USER], "a", function="plan"),
         completion([USER], "b", function="act"),
         completion([USER], "c", function="act", llm="judge"),
     ]
-    assert [c.text for c in episodes.wanted(calls, ["act"], "policy")] == ["b"]
-    assert [c.text for c in episodes.wanted(calls, None, "policy")] == ["a", "b"]
-    assert [c.text for c in episodes.wanted(calls, None, None)] == ["a", "b", "c"]
+    assert [c.text for c in episodes.select_completions(calls, ["act"], "policy")] == ["b"]
+    assert [c.text for c in episodes.select_completions(calls, None, "policy")] == ["a", "b"]
+    assert [c.text for c in episodes.select_completions(calls, None, None)] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(
-    ("calls", "failure", "says"),
+    ("calls", "failure", "expected"),
     [
         ([], Failure.NO_CALLS, "no call"),
         (
@@ -94,32 +95,30 @@ def test_only_calls_of_the_target_functions_and_model_are_wanted() -> None:
         ),
     ],
 )
-def test_a_run_that_cannot_be_trained_on_says_why(
-    calls: list[Completion], failure: Failure, says: str
+def test_a_run_that_cannot_be_trained_on_records_the_reason(
+    calls: list[Completion], failure: Failure, expected: str
 ) -> None:
-    import re
-
     one = run()
     assert episodes.build(one, calls) is None
-    assert one.failure is failure and re.search(says, one.error)
+    assert one.failure is failure and re.search(expected, one.error)
 
 
-def test_order_is_not_checked_for_what_the_ledger_holds() -> None:
+def test_order_is_not_checked_for_recorded_completions() -> None:
     odd = [{"role": "assistant", "content": "x"}]
     assert episodes.build(run(), [completion(odd, "y", recorded=True)]) is not None
 
 
 @pytest.mark.parametrize(
-    ("roles", "says"),
+    ("roles", "expected"),
     [
         ([], "is empty"),
         (["tool", "assistant"], "starts with `tool`"),
         (["user", "assistant", "assistant"], "two assistant messages in a row"),
     ],
 )
-def test_an_episode_out_of_order_is_refused(roles: list[str], says: str) -> None:
+def test_an_episode_out_of_order_is_rejected(roles: list[str], expected: str) -> None:
     items = [EpisodeItem(role=EpisodeItemRole(role), content="") for role in roles]
-    with pytest.raises(OutOfOrder, match=says):
+    with pytest.raises(OutOfOrder, match=expected):
         episodes.check_order(items)
 
 

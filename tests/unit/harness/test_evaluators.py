@@ -1,8 +1,9 @@
-"""Every evaluator gives the value it says, and a bad one loses a run, not the epoch."""
+"""Evaluators return the documented scores, and an error in one loses a run, not the epoch."""
 
 import math
 from typing import Any
 
+import pydantic
 import pytest
 
 from kit.errors import ConfigError
@@ -28,9 +29,7 @@ async def score(config: dict[str, Any], *runs: WorkflowRun) -> list[float | None
 
 
 def evaluator(config: dict[str, Any]) -> Any:
-    import pydantic
-
-    return pydantic.TypeAdapter(configs.Evaluator).validate_python(config)
+    return pydantic.TypeAdapter(configs.EvaluatorConfig).validate_python(config)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +51,7 @@ def evaluator(config: dict[str, Any]) -> Any:
         ({"_type": "json_schema", "schema": {"required": ["city"]}}, {"city": 1}, 1.0),
     ],
 )
-async def test_a_text_evaluator_gives_its_value(
+async def test_a_text_evaluator_scores_the_output(
     config: dict[str, Any], output: Any, expected: float
 ) -> None:
     assert await score({"reward": config}, run(output)) == [expected]
@@ -75,7 +74,7 @@ async def test_rewards_of_intermediate_steps_are_aggregated(
     assert await score(config, run("")) == [0.0]
 
 
-async def test_several_evaluators_are_weighed_and_kept_as_metrics() -> None:
+async def test_a_weighted_sum_keeps_its_parts_as_metrics() -> None:
     config = {
         "right": {"_type": "contains"},
         "short": {"_type": "regex", "pattern": "^.{1,8}$"},
@@ -86,7 +85,7 @@ async def test_several_evaluators_are_weighed_and_kept_as_metrics() -> None:
     assert runs[1].metrics == {"right": 1.0, "short": 0.0}
 
 
-async def test_evaluators_that_give_no_reward_are_metrics() -> None:
+async def test_evaluators_other_than_the_reward_are_metrics() -> None:
     one = run("Paris")
     await score({"short": {"_type": "regex", "pattern": "^.$"}, "r": {"_type": "contains"}}, one)
     assert one.reward == 1.0 and one.metrics == {"short": 0.0}
@@ -101,24 +100,24 @@ async def asynchronous(run: WorkflowRun, factor: float = 1.0) -> float:
 
 
 @pytest.mark.parametrize(
-    ("function", "says"),
+    ("function", "expected"),
     [
-        (raises, "it raised ZeroDivisionError: by zero"),
-        (lambda run: math.nan, "it gave `nan`"),
-        (lambda run: math.inf, "it gave `inf`"),
-        (lambda run: "good", "it gave `'good'`"),
-        (lambda run: None, "it gave `None`"),
-        (lambda run: {"accuracy": 1.0}, "it gave `None`"),
+        (raises, "raised ZeroDivisionError: by zero"),
+        (lambda run: math.nan, "returned `nan`"),
+        (lambda run: math.inf, "returned `inf`"),
+        (lambda run: "good", "returned `'good'`"),
+        (lambda run: None, "returned `None`"),
+        (lambda run: {"accuracy": 1.0}, "returned `None`"),
     ],
 )
-async def test_a_bad_score_loses_the_run_and_says_what_it_was(function: Any, says: str) -> None:
+async def test_a_bad_score_loses_the_run_and_is_quoted(function: Any, expected: str) -> None:
     one = run("Paris")
     await Scorer({"mine": EachRun(function, {})}, "mine").score([one])
     assert one.failure is Failure.EVALUATOR and one.reward is None
-    assert one.error.startswith("Evaluator `mine`, example `e`: ") and says in one.error
+    assert one.error.startswith("Evaluator `mine` on example `e` ") and expected in one.error
 
 
-async def test_a_function_may_be_async_take_arguments_and_give_metrics() -> None:
+async def test_a_function_may_be_async_take_arguments_and_return_metrics() -> None:
     one, two = run("ab"), run("abc")
     await Scorer({"mine": EachRun(asynchronous, {"factor": 0.5})}, "mine").score([one, two])
     assert [one.reward, two.reward] == [1.0, 1.5]
@@ -128,7 +127,7 @@ async def test_a_function_may_be_async_take_arguments_and_give_metrics() -> None
     assert one.reward == 1.0 and one.metrics == {"length": 2.0}
 
 
-async def test_one_bad_run_does_not_cost_its_group_the_others() -> None:
+async def test_one_bad_run_does_not_lose_the_others_of_its_group() -> None:
     good, bad = run("Paris"), run("x")
     function = lambda r: 1 / (r.output == "Paris")  # noqa: E731
     await Scorer({"mine": EachRun(function, {})}, "mine").score([good, bad])
@@ -139,22 +138,22 @@ async def test_one_bad_run_does_not_cost_its_group_the_others() -> None:
     "config",
     [{"_type": "regex", "pattern": "("}, {"_type": "json_schema", "schema": {"type": "nope"}}],
 )
-def test_settings_that_cannot_work_are_refused_at_once(config: dict[str, Any]) -> None:
+def test_an_invalid_pattern_or_schema_is_rejected_when_loaded(config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         module.load_evaluators({"reward": evaluator(config)}, Llms({}))
 
 
 class FakeJudge:
-    """Stands for `Llms`: hands out itself, and answers with what it was given."""
+    """Stands in for `Llms` and its handle, and replies with the given answers."""
 
     def __init__(self, *answers: str) -> None:
-        self.answers, self.asked = list(answers), list[str]()
+        self.answers, self.prompts = list(answers), list[str]()
 
     def handle(self, rollout: str, name: str) -> "FakeJudge":
         return self
 
     async def ask(self, prompt: str) -> str:
-        self.asked.append(prompt)
+        self.prompts.append(prompt)
         return self.answers.pop(0)
 
 
@@ -169,19 +168,17 @@ class FakeJudge:
         ("0.9. The answer is right.", 0.9),
     ],
 )
-async def test_what_a_judge_says_beside_its_number_does_not_count(
-    answer: str, score: float
-) -> None:
+async def test_text_around_a_judges_number_is_ignored(answer: str, score: float) -> None:
     llms: Any = FakeJudge(answer)
     judge = LlmJudge(llms, evaluator({"_type": "llm_judge", "llm": "j"}))
     assert await judge.score([run("Rome")]) == [score]
 
 
-async def test_a_judge_sees_task_and_answer_and_its_number_is_the_score() -> None:
+async def test_a_judge_receives_task_and_answers_and_its_number_is_the_score() -> None:
     llms: Any = FakeJudge("Score: 0.8")
     judge = LlmJudge(llms, evaluator({"_type": "llm_judge", "llm": "j"}))
     assert await judge.score([run("Rome")]) == [0.8]
-    assert all(part in llms.asked[0] for part in ("The capital of France?", "Paris", "Rome"))
+    assert all(part in llms.prompts[0] for part in ("The capital of France?", "Paris", "Rome"))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +196,7 @@ async def test_a_judge_sees_task_and_answer_and_its_number_is_the_score() -> Non
         "1. The answer is wrong.",
     ],
 )
-async def test_a_judge_that_gives_no_number_from_0_to_1_loses_the_run(answer: str) -> None:
+async def test_a_judge_without_a_number_from_0_to_1_loses_the_run(answer: str) -> None:
     llms: Any = FakeJudge(answer)
     one = run("Rome")
     judge = LlmJudge(llms, evaluator({"_type": "llm_judge", "llm": "j"}))
@@ -207,17 +204,17 @@ async def test_a_judge_that_gives_no_number_from_0_to_1_loses_the_run(answer: st
     assert one.failure is Failure.EVALUATOR and answer in one.error
 
 
-async def test_a_group_is_ranked_together() -> None:
+async def test_ruler_scores_a_group_together() -> None:
     llms: Any = FakeJudge("Here you are: [0.2, 0.9]")
     ruler = Ruler(llms, evaluator({"_type": "ruler", "llm": "j"}))
     assert await ruler.score([run("Rome"), run("Paris")]) == [0.2, 0.9]
-    assert '<attempt id="2">\nOutput: Paris' in llms.asked[0]
+    assert '<attempt id="2">\nOutput: Paris' in llms.prompts[0]
     llms.answers = ["[0.2]"]
     with pytest.raises(JudgeUnclear, match="not 2 numbers"):
         await ruler.score([run("Rome"), run("Paris")])
 
 
-async def test_an_evaluator_that_runs_out_of_items_loses_a_run() -> None:
+async def test_an_evaluator_that_raises_stop_iteration_loses_the_run() -> None:
     def bare_next(run: WorkflowRun) -> float:
         return float(next(iter(())))
 
@@ -226,7 +223,7 @@ async def test_an_evaluator_that_runs_out_of_items_loses_a_run() -> None:
     assert one.failure is Failure.EVALUATOR and "StopIteration" in (one.error or "")
 
 
-async def test_scores_that_are_too_few_or_arrays_lose_the_runs() -> None:
+async def test_too_few_scores_or_arrays_lose_the_runs() -> None:
     class Few:
         async def score(self, runs: Any) -> list[Any]:
             return [1.0]
@@ -244,7 +241,7 @@ async def test_scores_that_are_too_few_or_arrays_lose_the_runs() -> None:
     assert one.failure is Failure.EVALUATOR
 
 
-async def test_a_part_of_a_sum_may_be_the_reward_itself() -> None:
+async def test_a_part_of_a_weighted_sum_may_be_the_reward() -> None:
     parsed = {
         "a": evaluator({"_type": "exact_match"}),
         "sum": evaluator({"_type": "weighted_sum", "weights": {"a": 0.5}}),

@@ -1,4 +1,4 @@
-"""The handle that a workflow gets, against an endpoint on loopback that misbehaves on demand."""
+"""`Llm` handles against a loopback endpoint that fails on demand."""
 
 import json
 import threading
@@ -21,11 +21,11 @@ ANSWER = {
 
 
 class Endpoint:
-    """Answers with the statuses it was given, then with 200; remembers what it was asked."""
+    """Answers with the given statuses, then with 200, and keeps all requests."""
 
     def __init__(self) -> None:
         self.statuses: list[int] = []
-        self.asked: list[tuple[str, Any]] = []
+        self.requests: list[tuple[str, Any]] = []
         self.url = ""
 
 
@@ -39,7 +39,7 @@ def endpoint() -> Iterator[Endpoint]:
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
-            state.asked.append((self.path, json.loads(body)))
+            state.requests.append((self.path, json.loads(body)))
             status = state.statuses.pop(0) if state.statuses else 200
             self._send(status, ANSWER if status == 200 else {"error": {"message": "not so"}})
 
@@ -64,61 +64,61 @@ def llms(url: str, **settings: Any) -> Llms:
     return Llms({"policy": LlmConfig.model_validate(config)})
 
 
-async def test_a_call_carries_the_settings_of_the_config_and_asks_for_logprobs(
+async def test_a_call_sends_the_configured_settings_and_requests_logprobs(
     endpoint: Endpoint,
 ) -> None:
-    made = llms(endpoint.url, temperature=0.4, seed=3)
-    assert await made.handle("r", "policy").ask("hello", max_tokens=7) == "hi"
-    path, body = endpoint.asked[0]
+    models = llms(endpoint.url, temperature=0.4, seed=3)
+    assert await models.handle("r", "policy").ask("hello", max_tokens=7) == "hi"
+    path, body = endpoint.requests[0]
     assert path == "/v1/chat/completions"
     assert body == {
         "model": "m", "messages": [{"role": "user", "content": "hello"}],
         "logprobs": True, "temperature": 0.4, "seed": 3, "max_tokens": 7,
     }  # fmt: skip
-    await made.close()
+    await models.close()
 
 
-async def test_an_overloaded_endpoint_is_asked_again(endpoint: Endpoint) -> None:
+async def test_a_call_to_an_overloaded_endpoint_is_retried(endpoint: Endpoint) -> None:
     endpoint.statuses = [503, 429]
-    made = llms(endpoint.url)
-    assert await made.handle("r", "policy").ask("hello") == "hi"
-    assert len(endpoint.asked) == 3
-    await made.close()
+    models = llms(endpoint.url)
+    assert await models.handle("r", "policy").ask("hello") == "hi"
+    assert len(endpoint.requests) == 3
+    await models.close()
 
 
-async def test_an_endpoint_that_stays_away_or_refuses_is_told(endpoint: Endpoint) -> None:
+async def test_an_unavailable_or_refusing_endpoint_is_an_error(endpoint: Endpoint) -> None:
     endpoint.statuses = [503, 503, 503, 400]
-    made = llms(endpoint.url)
+    models = llms(endpoint.url)
     with pytest.raises(LlmUnavailable, match="LLM `policy` answered 503"):
-        await made.handle("r", "policy").ask("hello")
+        await models.handle("r", "policy").ask("hello")
     with pytest.raises(LlmRefused, match="answered 400: not so"):
-        await made.handle("r", "policy").ask("hello")
-    await made.close()
-    away = llms("http://127.0.0.1:9/v1", max_retries=0)
-    with pytest.raises(LlmUnavailable, match="cannot be reached"):
-        await away.handle("r", "policy").ask("hello")
-    await away.close()
+        await models.handle("r", "policy").ask("hello")
+    await models.close()
+    unreachable = llms("http://127.0.0.1:9/v1", max_retries=0)
+    with pytest.raises(LlmUnavailable, match="Cannot reach LLM `policy`"):
+        await unreachable.handle("r", "policy").ask("hello")
+    await unreachable.close()
 
 
-async def test_without_a_gateway_the_handles_own_notes_are_the_record(endpoint: Endpoint) -> None:
-    made = llms(endpoint.url)
-    await made.probe()
-    handle = made.handle("r", "policy")
+async def test_without_a_gateway_the_handle_records_its_calls(endpoint: Endpoint) -> None:
+    models = llms(endpoint.url)
+    await models.probe()
+    handle = models.handle("r", "policy")
     assert handle.base_url == endpoint.url
     await handle.named("plan").ask("hello")
-    (said,) = await made.completions(handle)
-    assert (said.function, said.text, said.recorded) == ("plan", "hi", False)
-    # This endpoint gives no logprobs, so that the run cannot be trained on:
+    (call,) = await models.completions(handle)
+    assert (call.function, call.text, call.recorded) == ("plan", "hi", False)
+    # This endpoint returns no logprobs, so the run cannot be trained on.
     run = WorkflowRun(Example("e", "q", "a", {}), 0, reward=1.0)
-    assert episodes.build(run, [said]) is None
+    assert episodes.build(run, [call]) is None
     assert run.failure is Failure.NO_LOGPROBS
     assert run.error == "No valid assistant messages with logprobs"
-    await made.close()
+    await models.close()
 
 
-def test_a_gateways_url_is_of_the_run_the_model_and_the_named_part_alone() -> None:
-    made = llms("http://h:8000/v1")
-    made.endpoints["policy"].records = True
-    handle = made.handle("run-1/a b", "policy")
+def test_a_gateway_url_identifies_run_llm_and_function() -> None:
+    models = llms("http://h:8000/v1")
+    models.endpoints["policy"].records = True
+    handle = models.handle("run-1/a b", "policy")
     assert handle.base_url == "http://h:8000/rollouts/run-1%2Fa%20b~policy~/v1"
     assert handle.named("plan").base_url.endswith("~policy~plan/v1")

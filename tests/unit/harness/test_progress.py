@@ -20,17 +20,17 @@ def draw(console: Console) -> str:
     return console.file.getvalue()
 
 
-def test_a_terminal_sees_reward_rate_and_time_left() -> None:
+def test_a_terminal_shows_reward_and_time_left() -> None:
     drawn = draw(Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None))
     assert "epochs" in drawn and "2/4" in drawn
     assert "reward 0.500, validation 0.750, 0:00 left" in drawn
 
 
-def test_a_pipe_sees_no_bar() -> None:
+def test_a_pipe_shows_no_bar() -> None:
     assert draw(Console(file=io.StringIO(), force_terminal=False)).strip() == ""
 
 
-def test_lines_are_the_guides_and_never_wrapped() -> None:
+def test_lines_look_like_the_guides_and_never_wrap() -> None:
     console = Console(file=io.StringIO(), width=20)
     record = logging.LogRecord("x", logging.INFO, "", 0, "Starting %s [bold] runs", (9,), None)
     ConsoleLines(console).emit(record)

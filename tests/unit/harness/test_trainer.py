@@ -1,4 +1,4 @@
-"""The loop, with a builder and an adapter of the user's own: validation, stopping, curriculum."""
+"""The epoch loop with a fake builder and TrainerAdapter: validation, stopping, resume."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from trainer.harness.config import FinetuneConfig
 from trainer.harness.context import Context
 from trainer.harness.llm import Llms
 from trainer.harness.progress import Progress
-from trainer.harness.runner import Runner, _plain
+from trainer.harness.runner import Runner, _url_part
 from trainer.harness.trainer import ARTTrainer
 from trainer.harness.trajectory_builder import ARTTrajectoryBuilder
 from trainer.harness.types import (
@@ -37,7 +37,7 @@ ITEM = EpisodeItem(role=EpisodeItemRole.USER, content="q")
 
 
 class FakeBuilder:
-    """Two groups an epoch, whose rewards a function of the epoch gives."""
+    """Groups whose rewards are a function of the epoch."""
 
     def __init__(self, rewards: Callable[[int], list[list[float]]]) -> None:
         self.rewards = rewards
@@ -57,7 +57,7 @@ class FakeBuilder:
 
 
 class FakeAdapter:
-    """A backend whose step advances with every job; `fail_at` fails one."""
+    """A backend whose step advances with every job, except for the job number `fail_at`."""
 
     def __init__(self, fail_at: int | None = None) -> None:
         self.step = 0
@@ -159,13 +159,13 @@ async def test_validation_comes_before_the_first_epoch_every_interval_and_after_
     assert [row["epoch"] for row in read(tmp_path, "validation_history.json")] == [0, 2, 4, 5]
 
 
-async def test_a_failed_job_stops_the_run_and_the_epoch_is_not_written(tmp_path: Path) -> None:
+async def test_a_failed_job_stops_the_run_and_its_epoch_is_not_recorded(tmp_path: Path) -> None:
     statuses = await train(context(tmp_path, FakeBuilder(rising), FakeAdapter(fail_at=3)), 5)
     assert [status.status.value for status in statuses] == ["completed", "completed", "failed"]
     assert [row["epoch"] for row in read(tmp_path, "reward_history.json")] == [1, 2]
 
 
-async def test_a_failed_epoch_is_submitted_again_on_resume_without_sampling_anew(
+async def test_a_failed_epoch_is_submitted_again_on_resume_without_sampling_again(
     tmp_path: Path,
 ) -> None:
     first = FakeAdapter(fail_at=2)
@@ -182,13 +182,13 @@ async def test_an_epoch_that_the_backend_has_trained_is_not_submitted_again(tmp_
     first = FakeAdapter(fail_at=2)
     await train(context(tmp_path, FakeBuilder(rising), first), 3)
     second = FakeAdapter()
-    second.step = first.step + 1  # the step was made, and only its answer was lost
+    second.step = first.step + 1  # the step is finished, and only its answer was lost
     await train(context(tmp_path, FakeBuilder(rising), second, resume=True), 3)
     assert second.submitted == [rising(2)]
     assert [row["epoch"] for row in read(tmp_path, "reward_history.json")] == [1, 2, 3]
 
 
-async def test_a_backend_that_lost_the_runs_steps_is_told(tmp_path: Path) -> None:
+async def test_resuming_on_a_backend_without_the_runs_steps_is_an_error(tmp_path: Path) -> None:
     await train(context(tmp_path, FakeBuilder(rising), FakeAdapter(fail_at=2)), 3)
     with pytest.raises(TrainerError, match="The backend is at step 0, but this run had reached"):
         await train(context(tmp_path, FakeBuilder(rising), FakeAdapter(), resume=True), 3)
@@ -203,7 +203,7 @@ async def test_a_run_stops_when_the_metric_no_longer_rises(tmp_path: Path) -> No
     assert len(await train(found, 6)) == 4
 
 
-async def test_a_run_stops_when_the_metric_is_good_enough(tmp_path: Path) -> None:
+async def test_a_run_stops_when_the_metric_reaches_the_target(tmp_path: Path) -> None:
     stop = {"metric": "avg_reward", "target": 0.35}
     found = context(tmp_path, FakeBuilder(rising), FakeAdapter(), early_stopping=stop)
     await train(found, 9)
@@ -216,7 +216,7 @@ async def test_groups_whose_rewards_are_equal_are_not_submitted(tmp_path: Path) 
     assert adapter.submitted == [[[0.0, 1.0]]]
 
 
-async def test_nothing_to_train_on_from_the_start_is_an_error_with_its_reason(
+async def test_nothing_to_train_on_from_the_start_is_an_error_with_the_reason(
     tmp_path: Path,
 ) -> None:
     found = context(tmp_path, FakeBuilder(lambda _: [[1.0, 1.0]]), FakeAdapter())
@@ -224,7 +224,7 @@ async def test_nothing_to_train_on_from_the_start_is_an_error_with_its_reason(
         await train(found, 10)
 
 
-async def test_a_solved_task_late_in_a_run_is_no_error(tmp_path: Path) -> None:
+async def test_a_task_solved_late_in_a_run_is_no_error(tmp_path: Path) -> None:
     solved = FakeBuilder(lambda epoch: [[0.0, 1.0]] if epoch < 2 else [[1.0, 1.0]])
     assert len(await train(context(tmp_path, solved, FakeAdapter()), 8)) == 8
 
@@ -238,13 +238,13 @@ async def test_the_curriculum_is_applied_and_its_state_saved(tmp_path: Path) -> 
     assert state["current_percentile"] == 0.7 and state["included_groups"] == [0, 1]
 
 
-async def test_runs_are_bounded_timed_out_and_counted() -> None:
-    active = most = 0
+async def test_concurrency_and_run_time_are_limited() -> None:
+    active = peak = 0
 
     async def workflow(example: Example, llm: Any) -> float:
-        nonlocal active, most
+        nonlocal active, peak
         active += 1
-        most = max(most, active)
+        peak = max(peak, active)
         await asyncio.sleep(9 if example.id == "0" else 0.01)
         active -= 1
         return 1.0
@@ -260,13 +260,13 @@ async def test_runs_are_bounded_timed_out_and_counted() -> None:
     done: list[WorkflowRun] = []
     examples = [Example(str(n), "q", "a", {}) for n in range(5)]
     groups = await runner.run(examples, 2, "r", done.append)
-    assert most == 3 and len(done) == 10
+    assert peak == 3 and len(done) == 10
     assert [[run.failure for run in group] for group in groups[1:]] == [[None, None]] * 4
     assert {run.failure for run in groups[0]} == {"workflow_timed_out"}
     await llms.close()
 
 
-async def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
+async def test_a_second_run_in_the_same_directory_is_rejected(tmp_path: Path) -> None:
     first = ARTTrainer()
     await first.initialize(context(tmp_path, FakeBuilder(rising), FakeAdapter()))
     with pytest.raises(ConfigError, match="Another run is writing to"):
@@ -274,30 +274,32 @@ async def test_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> 
     first.close()
 
 
-async def test_a_finished_run_is_not_taken_for_one_of_an_empty_backend(tmp_path: Path) -> None:
+async def test_a_finished_run_does_not_resume_on_an_empty_backend(tmp_path: Path) -> None:
     await train(context(tmp_path, FakeBuilder(rising), FakeAdapter()), 2)
     for epochs in (2, 3):
         with pytest.raises(BackendBehind, match="at step 0, but this run had reached 2"):
             await train(context(tmp_path, FakeBuilder(rising), FakeAdapter(), resume=True), epochs)
-    await train(context(tmp_path, FakeBuilder(rising), FakeAdapter()), 2)  # nothing is locked
+    await train(
+        context(tmp_path, FakeBuilder(rising), FakeAdapter()), 2
+    )  # the directory is unlocked
 
 
-async def test_a_first_epoch_that_was_cut_off_is_resumed_too(tmp_path: Path) -> None:
+async def test_an_interrupted_first_epoch_is_resumed_too(tmp_path: Path) -> None:
     first = FakeAdapter(fail_at=1)
     await train(context(tmp_path, FakeBuilder(rising), first), 2)
     builder, second = FakeBuilder(rising), FakeAdapter()
-    second.step = 1  # it was trained, and only its answer was lost
+    second.step = 1  # the step is finished, and only its answer was lost
     await train(context(tmp_path, builder, second, resume=True), 2)
     assert builder.epochs == [1] and second.submitted == [rising(1)]
 
 
-async def test_validation_that_comes_with_a_resumption_is_not_called_the_beginning(
+async def test_validation_added_on_resume_has_no_entry_for_epoch_0(
     tmp_path: Path,
 ) -> None:
     first = FakeAdapter(fail_at=3)
     await train(context(tmp_path, FakeBuilder(rising), first), 4)
     second = FakeAdapter()
-    second.step = first.step + 1  # the third epoch was trained
+    second.step = first.step + 1  # the third epoch is trained
     found = context(
         tmp_path, FakeBuilder(rising), second, validation=lambda: 0.5, interval=9, resume=True
     )
@@ -306,7 +308,7 @@ async def test_validation_that_comes_with_a_resumption_is_not_called_the_beginni
     assert [row["epoch"] for row in read(tmp_path, "validation_history.json")] == [4]
 
 
-async def test_a_plateau_stops_a_run_by_default(tmp_path: Path) -> None:
+async def test_a_plateau_stops_a_run_without_min_delta(tmp_path: Path) -> None:
     found = context(
         tmp_path, FakeBuilder(rising), FakeAdapter(), validation=lambda: 1.0, interval=1,
         early_stopping={"patience": 2},
@@ -314,14 +316,14 @@ async def test_a_plateau_stops_a_run_by_default(tmp_path: Path) -> None:
     assert len(await train(found, 9)) == 2
 
 
-async def test_stopping_by_a_validation_that_is_not_made_is_refused(tmp_path: Path) -> None:
+async def test_early_stopping_on_validation_needs_a_validation_dataset(tmp_path: Path) -> None:
     found = context(tmp_path, FakeBuilder(rising), FakeAdapter(), early_stopping={"patience": 2})
     with pytest.raises(ConfigError, match="no validation dataset"):
         await train(found, 2)
 
 
 @pytest.mark.parametrize("count", [6, 25])
-async def test_an_epoch_over_two_passes_holds_each_example_once(tmp_path: Path, count: int) -> None:
+async def test_an_epoch_over_two_passes_has_each_example_once(tmp_path: Path, count: int) -> None:
     found = context(tmp_path, FakeBuilder(rising), FakeAdapter())
     found.examples = [Example(f"e/{number}", "q", "a", {}) for number in range(10)]
     builder = ARTTrajectoryBuilder(
@@ -334,14 +336,14 @@ async def test_an_epoch_over_two_passes_holds_each_example_once(tmp_path: Path, 
         assert 0 < len(chosen) <= count and len(set(chosen)) == len(chosen)
 
 
-def test_the_rollout_of_any_example_has_a_name_fit_for_a_url() -> None:
+def test_every_example_id_becomes_a_valid_and_unique_url_part() -> None:
     ids = ("HumanEval/0", "HumanEval_0", "HumanEval?0", "plain")
-    names = [_plain(WorkflowRun(Example(name, "q", "a", {}), 3)) for name in ids]
+    names = [_url_part(WorkflowRun(Example(name, "q", "a", {}), 3)) for name in ids]
     assert len(set(names)) == 4 and names[-1] == "plain-3"
     assert all(quote(name, safe="") == name for name in names)
 
 
-async def test_a_timeout_of_the_agents_own_is_its_own_fault(tmp_path: Path) -> None:
+async def test_a_timeout_error_from_the_agent_is_a_workflow_failure(tmp_path: Path) -> None:
     found = context(tmp_path, FakeBuilder(rising), FakeAdapter())
 
     async def workflow(example: Example, llm: Any) -> float:

@@ -1,4 +1,4 @@
-"""A job that still runs when the harness ends: Ctrl-C in the middle of a step."""
+"""The TrainerAdapter when a job is cancelled, the backend restarts or the schedule has ended."""
 
 import asyncio
 import logging
@@ -27,8 +27,8 @@ ANSWERS = {
 }
 
 
-def test_a_step_past_the_schedule_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    def warned(step: int, **training: object) -> str:
+def test_a_step_past_the_schedule_logs_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    def warning(step: int, **training: object) -> str:
         caplog.clear()
         config = {
             "_type": "openpipe_art_trainer_adapter",
@@ -37,31 +37,31 @@ def test_a_step_past_the_schedule_is_warned_of(caplog: pytest.LogCaptureFixture)
         }
         with caplog.at_level(logging.WARNING):
             adapter = ARTTrainerAdapter(ArtTrainerAdapterConfig.model_validate(config))
-            adapter._warn_of_no_rate(step)
+            adapter._warn_if_schedule_ended(step)
         return caplog.text
 
     linear = {"lr_scheduler_type": "linear", "max_steps": 25}
-    assert "Step 26 trains at a learning rate of 0" in warned(25, **linear)
-    assert not warned(24, **linear)
-    assert not warned(25, max_steps=25) and not warned(25)
+    assert "Step 26 trains with a learning rate of 0" in warning(25, **linear)
+    assert not warning(24, **linear)
+    assert not warning(25, max_steps=25) and not warning(25)
 
 
-async def test_a_job_that_still_runs_ends_before_the_connection_does() -> None:
-    asked: list[str] = []
-    training, left = asyncio.Event(), asyncio.Event()
+async def test_close_cancels_a_running_job_before_it_disconnects() -> None:
+    requests: list[str] = []
+    training, disconnected = asyncio.Event(), asyncio.Event()
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A backend whose steps take for ever."""
+        """Answer as a backend whose steps never end."""
         while head := (await reader.readuntil(b"\r\n\r\n")).decode():
             (length,) = re.findall(r"content-length: (\d+)", head.lower())
             await reader.readexactly(int(length))
-            asked.append(head.split()[1])
-            if asked[-1] == "/_train_model":
+            requests.append(head.split()[1])
+            if requests[-1] == "/_train_model":
                 training.set()
                 await reader.read()
                 writer.close()
-                return left.set()
-            body = ANSWERS[asked[-1]]
+                return disconnected.set()
+            body = ANSWERS[requests[-1]]
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body))
 
     server = await asyncio.start_server(answer, "127.0.0.1")
@@ -74,40 +74,40 @@ async def test_a_job_that_still_runs_ends_before_the_connection_does() -> None:
     ref = await adapter.submit(TrajectoryCollection(trajectories=[group], run_id="r"))
     await training.wait()
     await adapter.close()
-    await left.wait()
+    await disconnected.wait()
     server.close()
     assert (await adapter.status(ref)).status == TrainingStatusEnum.CANCELED
-    assert asked[-1] == "/_train_model"
+    assert requests[-1] == "/_train_model"
 
 
 @pytest.mark.parametrize("refusal", [NotFound("not registered"), NotReady("not there yet")])
-async def test_a_backend_that_came_again_is_told_of_the_model_anew(refusal: TrainerError) -> None:
-    asked: list[str] = []
+async def test_a_restarted_backend_gets_the_model_registered_again(refusal: TrainerError) -> None:
+    calls: list[str] = []
 
     class Restarted:
         async def _get_step(self, model: object) -> int:
-            asked.append("step")
-            if len(asked) == 1:
+            calls.append("step")
+            if len(calls) == 1:
                 raise refusal
             return 3
 
         async def register(self, model: object) -> None:
-            asked.append("register")
+            calls.append("register")
 
         async def _prepare_backend_for_training(self, model: object, config: object) -> None:
-            asked.append("prepare")
+            calls.append("prepare")
 
     config = {"_type": "openpipe_art_trainer_adapter", "backend": {**BACKEND, "port": 7999}}
     adapter = ARTTrainerAdapter(ArtTrainerAdapterConfig.model_validate(config))
     adapter._client = Restarted()  # type: ignore[assignment]
     assert await adapter.current_step() == 3
-    assert asked == ["step", "register", "prepare", "step"]
+    assert calls == ["step", "register", "prepare", "step"]
 
 
-async def test_a_step_whose_answer_was_lost_is_not_sent_again() -> None:
+async def test_a_finished_step_is_not_sent_again_if_only_its_answer_was_lost() -> None:
     sent: list[int] = []
 
-    class Cut:
+    class Interrupted:
         async def _train_model(self, *_: object) -> AsyncIterator[dict[str, float]]:
             sent.append(1)
             yield {"num_gradient_steps": 4}
@@ -122,6 +122,6 @@ async def test_a_step_whose_answer_was_lost_is_not_sent_again() -> None:
 
     config = {"_type": "openpipe_art_trainer_adapter", "backend": {**BACKEND, "port": 7999}}
     adapter = ARTTrainerAdapter(ArtTrainerAdapterConfig.model_validate(config))
-    adapter._client = Cut()  # type: ignore[assignment]
+    adapter._client = Interrupted()  # type: ignore[assignment]
     await adapter._train(3, [], [])
     assert sent == [1]

@@ -1,4 +1,4 @@
-"""What the user's code may do without ending the run of which it is a part."""
+"""The user's code may exit or cancel itself without ending the rest of the run."""
 
 import asyncio
 import sys
@@ -8,7 +8,7 @@ import pytest
 from trainer.harness.user_code import call
 
 
-async def leave() -> None:
+async def exit_program() -> None:
     sys.exit("the model wrote exit()")
 
 
@@ -19,18 +19,18 @@ async def cancel_itself() -> None:
     await task
 
 
-@pytest.mark.parametrize("function", [leave, lambda: sys.exit("the model wrote exit()")])
-async def test_code_that_exits_fails_and_ends_nothing_else(function: object) -> None:
+@pytest.mark.parametrize("function", [exit_program, lambda: sys.exit("the model wrote exit()")])
+async def test_code_that_exits_fails_alone(function: object) -> None:
     with pytest.raises(RuntimeError, match=r"SystemExit: the model wrote exit\(\)"):
         await call(function)  # type: ignore[arg-type]
 
 
-async def test_code_that_awaits_what_it_cancelled_fails_and_ends_nothing_else() -> None:
+async def test_code_that_awaits_a_task_it_cancelled_fails_alone() -> None:
     with pytest.raises(RuntimeError, match="cancelled itself"):
         await call(cancel_itself)
 
 
-async def test_who_is_cancelled_from_outside_ends() -> None:
+async def test_a_cancelled_or_timed_out_call_ends() -> None:
     task = asyncio.create_task(call(asyncio.sleep, 60))
     await asyncio.sleep(0.01)
     task.cancel()
