@@ -13,7 +13,7 @@ import yaml
 from pydantic import Field, SecretStr
 
 from kit.config import Config, Location, read_yaml, validate
-from kit.errors import ConfigError
+from kit.errors import ConfigError, plural
 from trainer.harness.components import (
     DatasetConfig,
     EvaluatorConfig,
@@ -260,7 +260,7 @@ def _check_names(config: FinetuneConfig, source: str) -> None:
         faults += _missing(config)
     if faults:
         raise ConfigError(
-            f"`{source}` has {len(faults)} fault{'s' * (len(faults) > 1)}: " + "; ".join(faults),
+            f"`{source}` has {plural(len(faults), 'fault')}: " + "; ".join(faults),
             hint="Define the missing component, or correct the name",
         )
 

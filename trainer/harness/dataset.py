@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kit.errors import ConfigError
+from kit.errors import ConfigError, plural
 from trainer.harness.components import CustomConfig, FileDatasetConfig
 from trainer.harness.types import Example
 from trainer.harness.user_code import create_component
@@ -93,7 +93,7 @@ def _examples(
         rest = len(faults) - _MAX_REPORTED
         more = f"; and {rest} more" if rest > 0 else ""
         raise ConfigError(
-            f"The dataset `{source}` has {len(faults)} fault{'s' * (len(faults) > 1)}: "
+            f"The dataset `{source}` has {plural(len(faults), 'fault')}: "
             + "; ".join(faults[:_MAX_REPORTED])
             + more,
             hint="Fix the file, or set the dataset's `id_key` and `structure`",
