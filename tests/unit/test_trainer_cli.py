@@ -74,7 +74,7 @@ def test_listening_to_the_world_without_a_key_is_refused(tmp_path: Path) -> None
     result = run("serve", "--host", "0.0.0.0", cwd=tmp_path)
     assert_told(result, "Refusing to listen on `0.0.0.0` without a key")
     result = run("serve", "--nodes-host", "127.0.0.1", cwd=tmp_path)
-    assert_told(result, "Refusing to take engines on `127.0.0.1` without a key")
+    assert_told(result, "Refusing to accept engines on `127.0.0.1` without a key")
     result = run("engine", "--head", "http://127.0.0.1:9", cwd=tmp_path)
     assert_told(result, "The head requires a key")
 

@@ -1,4 +1,4 @@
-"""`trainer serve`: one ASGI app on two ports, which itself never touches torch."""
+"""`trainer serve`: one ASGI app on two ports, in a process that never imports torch."""
 
 import asyncio
 import gc
@@ -50,8 +50,8 @@ def create_app(config: ServerConfig, backend: Backend) -> FastAPI:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        told = [f"`{_place(fault)}` {fault['msg']}" for fault in error.errors()]
-        return guard.error(422, "The request is not valid: " + "; ".join(told), "")
+        messages = [f"`{_place(fault)}` {fault['msg']}" for fault in error.errors()]
+        return guard.error(422, "The request is not valid: " + "; ".join(messages), "")
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
@@ -70,18 +70,18 @@ def create_app(config: ServerConfig, backend: Backend) -> FastAPI:
 
 
 def _place(fault: Json) -> str:
-    """Where in the body a fault is; one of its JSON is nowhere in particular."""
+    """The path of a fault inside the body; a body that is not JSON has no such path."""
     inside = [] if fault["type"] == "json_invalid" else fault["loc"][1:]
     return ".".join(str(part) for part in inside) or "body"
 
 
 def serve(config: ServerConfig, *, wrap_engine: WrapEngine | None = None) -> None:
-    """Serve until a signal, or until the idle time or the lease is over."""
-    # Threads that parse and write a step's groups let go of the interpreter this often, in place
-    # of 5 ms; an answer has to get hold of it several times.
+    """Serve until a signal arrives, or until the idle time or the lease is over."""
+    # Threads that parse and write a step's groups release the interpreter at this interval instead
+    # of 5 ms. Every answer needs the interpreter several times.
     sys.setswitchinterval(0.0005)
-    # A step's groups are millions of objects and hold no cycles. By default the collector looks
-    # through all of them again and again while they are parsed, and nothing is answered meanwhile.
+    # A step's groups are millions of objects without cycles. By default the garbage collector
+    # scans all of them repeatedly while they are parsed, and blocks every answer.
     gc.set_threshold(50_000, 100, 100)
     if config.requires_key and config.api_key is None:
         raise ConfigError(
@@ -90,7 +90,7 @@ def serve(config: ServerConfig, *, wrap_engine: WrapEngine | None = None) -> Non
         )
     if config.nodes_host and config.api_key is None:
         raise ConfigError(
-            f"Refusing to take engines on `{config.nodes_host}` without a key",
+            f"Refusing to accept engines on `{config.nodes_host}` without a key",
             hint="Set `ART_API_KEY`, here and for `trainer engine` on the other machines",
         )
     sockets = [_bind(config.host, port) for port in (config.port, config.openai_port)]
@@ -101,8 +101,8 @@ def serve(config: ServerConfig, *, wrap_engine: WrapEngine | None = None) -> Non
 
 def _bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # With the protocol named, asyncio switches Nagle's algorithm off: it would hold every small
-    # answer on a connection that stays open back for 40 ms.
+    # asyncio switches Nagle's algorithm off only if the protocol is named. Nagle's algorithm would
+    # delay every small answer on an open connection by 40 ms.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -110,20 +110,20 @@ def _bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise ConfigError(
             f"Cannot listen on `{host}:{port}`: {os.strerror(error.errno or 0)}",
-            hint="Stop what uses that port, or choose `--port` and `--openai-port`",
+            hint="Stop the program that uses the port, or choose `--port` and `--openai-port`",
         ) from error
     return bound
 
 
-class _CutOff(logging.Filter):
-    """A request that is cut off when the server stops is nobody's error, worth no traceback."""
+class _NoCancelledRequests(logging.Filter):
+    """Drops the traceback of a request that is cancelled because the server stops."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
 class _Server(uvicorn.Server):
-    """Stops the backend with itself: uvicorn raises the signal that ended it again, at once."""
+    """Stops the backend too, because uvicorn raises the signal again as soon as it has stopped."""
 
     def __init__(self, config: uvicorn.Config, backend: Backend) -> None:
         super().__init__(config)
@@ -145,9 +145,9 @@ async def _serve(
         timeout_graceful_shutdown=10,
     )
     server = _Server(settings, backend)
-    # Nothing is left to end when uvicorn raises the signal again: an asked-for end is exit code 0.
+    # The backend is stopped when uvicorn raises the signal again, so SIGTERM means exit code 0.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
-    logging.getLogger("uvicorn.error").addFilter(_CutOff())
+    logging.getLogger("uvicorn.error").addFilter(_NoCancelledRequests())
     serving = asyncio.create_task(server.serve(sockets=sockets))
     watching = asyncio.create_task(watch_lease(config, backend, server))
     try:

@@ -76,7 +76,7 @@ class Backend:
     async def _resume(self) -> None:
         requests = interrupted(self.models.state, self.config.base_model)
         unfinished = (ModelWire.model_validate(request.model) for request in requests)
-        for wire in itertools.chain(self.models.left_behind(), unfinished):
+        for wire in itertools.chain(self.models.to_restore(), unfinished):
             try:
                 await self.prepare(wire)
             except TrainerError as error:  # the other models are still served
@@ -84,7 +84,7 @@ class Backend:
 
     async def stop(self) -> None:
         """Stop everything; a second call does nothing."""
-        self.models.end()
+        self.models.clear_restart()
         await self.admission.stop()
         await self.workers.stop()
         await self.reports.wandb.stop()

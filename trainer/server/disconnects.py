@@ -1,7 +1,7 @@
-"""Clients that leave before their answer: what was begun for them ends with them.
+"""Stops the work for a client that disconnects before its answer.
 
-uvicorn tells a handler nothing of it, and Starlette leaves a stream that it cut to the garbage
-collector. Either would hold the gate, behind which the next training step waits.
+uvicorn does not notify a handler, and Starlette leaves a cut stream to the garbage collector.
+Either way the request would hold the gate, and the next training step would wait for it.
 """
 
 import asyncio
@@ -13,38 +13,38 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
-LEFT = 499  # nginx's number for it; nobody is there to read it
+LEFT = 499  # nginx's status for a closed connection; no client reads it
 
 
 class ClientLeft(Exception):
-    """Nobody waits for the answer any more."""
+    """The client disconnected before its answer."""
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives; it is cancelled when the client leaves, with ClientLeft raised here."""
+    """Return the result of `work`; if the client disconnects, cancel it and raise ClientLeft."""
     working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_left(request))
+    disconnected = asyncio.create_task(_disconnected(request))
     try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({working, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             raise ClientLeft
         return working.result()
     finally:
         working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        disconnected.cancel()
+        await asyncio.gather(working, disconnected, return_exceptions=True)
 
 
-async def _left(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 class ClosingStream(StreamingResponse):
-    """A stream of events that closes its sources however it ends."""
+    """A stream of events that always closes its sources when it ends."""
 
     def __init__(self, *sources: AsyncGenerator[Any, None]) -> None:
-        """The first of `sources` is what is sent; it draws on the others."""
+        """Send the first of `sources`, which reads from the others."""
         super().__init__(sources[0], media_type="text/event-stream")
         self._sources = sources
 

@@ -1,4 +1,4 @@
-"""Sampling and training take turns: requests wait while a step trains, they do not fail."""
+"""Sampling and training take turns: requests wait while a step trains instead of failing."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 
 class Gate:
-    """Many may sample at once; training waits for those in flight and holds back the rest."""
+    """Many requests sample at once; training waits for those in flight and blocks new ones."""
 
     def __init__(self) -> None:
         self._waiting: list[asyncio.Future[None]] = []
@@ -45,7 +45,7 @@ class Gate:
             await turn
 
     def _changed(self) -> None:
-        # Without an `await`: a client that leaves cancels whatever its request waits for.
+        # No `await` here: a client that disconnects cancels its request at any `await`.
         waiting, self._waiting = self._waiting, []
         for turn in waiting:
             if not turn.done():

@@ -1,4 +1,4 @@
-"""What stands before every route: the key, and bounds on what a body may be."""
+"""Checks before every route: the key, and the size and depth of the body."""
 
 import asyncio
 import hmac
@@ -10,20 +10,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 OPEN_PATHS = {"/health", "/healthcheck"}
 MAX_BYTES = 512 << 20  # a train request holds every trajectory of a step
-LARGE = 1 << 18  # from here on a look through the body is worth a thread
-MAX_DEPTH = 64  # the deepest thing a client sends is a tool's JSON schema
+LARGE = 1 << 18  # from this size on, the body is scanned in a thread
+MAX_DEPTH = 64  # the deepest values that clients send are the JSON schemas of tools
 _KEEP = b'"[]{}'
 _DROP = bytes(byte for byte in range(256) if byte not in _KEEP)
 
 
 def error(status: int, message: str, hint: str) -> JSONResponse:
-    """`detail` for ART's clients and curl, `error` for OpenAI's."""
-    what = {"message": message, "hint": hint, "type": "invalid_request_error", "code": status}
-    return JSONResponse({"detail": message, "error": what}, status_code=status)
+    """An error response: ART's clients and curl read `detail`, OpenAI's clients read `error`."""
+    body = {"message": message, "hint": hint, "type": "invalid_request_error", "code": status}
+    return JSONResponse({"detail": message, "error": body}, status_code=status)
 
 
 class Guard:
-    """Answers 401, 413 and 400 itself; what it lets through has a whole and bounded body."""
+    """Answers 401, 413 and 400 itself; requests that pass have a complete, bounded body."""
 
     def __init__(self, app: ASGIApp, *, key: str | None, max_bytes: int = MAX_BYTES) -> None:
         self._app = app
@@ -50,14 +50,14 @@ class Guard:
             return await answer(scope, receive, send)
         await self._app(scope, _Replay(body, receive), send)
 
-    def _may_pass(self, path: str, given: bytes) -> bool:
+    def _may_pass(self, path: str, authorization: bytes) -> bool:
         if self._expected is None or path in OPEN_PATHS:
             return True
-        return hmac.compare_digest(given, self._expected)
+        return hmac.compare_digest(authorization, self._expected)
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
-        told = headers.get(b"content-length", b"0")
-        if not told.isdigit() or int(told) > self._max_bytes:
+        length = headers.get(b"content-length", b"0")
+        if not length.isdigit() or int(length) > self._max_bytes:
             return None
         body = bytearray()
         while True:
@@ -70,7 +70,7 @@ class Guard:
 
 
 class _Replay:
-    """Gives a body that was read to the app, then what the client does, such as to leave."""
+    """Passes the body that was read to the app, then later messages such as a disconnect."""
 
     def __init__(self, body: bytes, receive: Receive) -> None:
         self._first: dict[str, Any] | None = {"type": "http.request", "body": body}
@@ -84,15 +84,15 @@ class _Replay:
 
 
 def too_deep(body: bytes) -> bool:
-    """Whether JSON is nested deeper than MAX_DEPTH, told without parsing it.
+    """Whether JSON is nested deeper than MAX_DEPTH, without parsing it.
 
-    A parser would recurse, and what passes it might still break what walks the result later.
+    A parser would recurse, and code that walks a parsed body later might recurse too deeply.
     """
     brackets = body.replace(b"\\\\", b"").replace(b'\\"', b"").translate(None, _DROP)
-    # Two quotes in a row end a string and begin the next: what is between others stays inside.
+    # Two quotes in a row are an empty string, or end one string and begin the next: drop them.
     brackets = re.sub(rb'"[^"]*"', b"", brackets.replace(b'""', b""))
     if brackets.count(b"[") + brackets.count(b"{") <= MAX_DEPTH:
         return False
-    for _ in range(MAX_DEPTH):  # each round takes the innermost level away
+    for _ in range(MAX_DEPTH):  # each round removes the innermost level
         brackets = brackets.replace(b"[]", b"").replace(b"{}", b"")
     return b"[" in brackets or b"{" in brackets

@@ -1,6 +1,7 @@
-"""What a run's owner logs: trajectories and their averages, in ART's files.
+"""Trajectories that clients log, and metrics by step, in ART's files.
 
-`trajectories/SPLIT/0007.jsonl` holds a group a line, `history.jsonl` the averages of each call.
+`trajectories/SPLIT/0007.jsonl` holds one group per line, `history.jsonl` one line of metrics per
+call.
 """
 
 import json
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 def log(directory: Path, step: int, groups: Sequence[Json], split: str) -> dict[str, float]:
     """Store `groups` under `step` and append their averages, as `SPLIT/NAME`."""
-    means = averages(groups)  # first: what cannot be averaged is not stored either
+    means = averages(groups)  # first, because groups without averages are not stored
     store(directory, step, groups, split)
     line = {f"{split}/{name}": value for name, value in means.items()}
     append(directory, {"step": step, **line})
@@ -29,7 +30,7 @@ def log(directory: Path, step: int, groups: Sequence[Json], split: str) -> dict[
 
 
 def store(directory: Path, step: int, groups: Sequence[Json], split: str) -> None:
-    """Keep the trajectories of `groups`; a second call in the same step adds to the first."""
+    """Append the trajectories of `groups` to those of the step."""
     path = directory / TRAJECTORIES / split / f"{step_name(step)}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
@@ -38,13 +39,14 @@ def store(directory: Path, step: int, groups: Sequence[Json], split: str) -> Non
 
 
 def append(directory: Path, line: Json) -> None:
+    """Append a line of metrics to the history, with the current time."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / HISTORY).open("a", encoding="utf-8") as file:
         file.write(json.dumps({**line, "recorded_at": time.time()}) + "\n")
 
 
 def averages(groups: Sequence[Json]) -> dict[str, float]:
-    """ART's averages: reward, its spread within groups, exceptions, and every metric's mean."""
+    """ART's averages: reward, its deviation within groups, exception rate, and all metrics."""
     values: dict[str, list[float]] = {"reward": [], "exception_rate": []}
     spreads = []
     for group in groups:
@@ -58,7 +60,7 @@ def averages(groups: Sequence[Json]) -> dict[str, float]:
         for member in members:
             metrics = member.get("metrics") or {}
             if not isinstance(metrics, dict):
-                raise BadRequest(f"A trajectory's `metrics` is `{metrics}`", hint="Give an object")
+                raise BadRequest(f"A trajectory's `metrics` is `{metrics}`", hint="Send an object")
             for name, value in metrics.items():
                 values.setdefault(name, []).append(_number(value, name))
     means = {name: statistics.fmean(found) for name, found in values.items() if found}
@@ -67,7 +69,7 @@ def averages(groups: Sequence[Json]) -> dict[str, float]:
 
 
 def by_step(directory: Path) -> dict[int, dict[str, float]]:
-    """The mean of every metric that was logged, for each step."""
+    """The mean of every logged metric, for each step."""
     found: dict[int, dict[str, list[float]]] = {}
     for line in _lines(directory / HISTORY):
         metrics = found.setdefault(int(line.pop("step")), {})
@@ -81,10 +83,10 @@ def by_step(directory: Path) -> dict[int, dict[str, float]]:
 
 
 def smoothed(directory: Path, benchmark: str, alpha: float) -> dict[int, float]:
-    """`benchmark` of each step, exponentially weighted over the steps before; 1 is unsmoothed."""
+    """The exponential moving average of `benchmark` by step; an `alpha` of 1 does not smooth."""
     if not 0 < alpha <= 1:
         raise BadRequest(
-            f"`benchmark_smoothing` is `{alpha}`", hint="Give a number above 0, at most 1"
+            f"`benchmark_smoothing` is `{alpha}`", hint="Use a number above 0 and at most 1"
         )
     result: dict[int, float] = {}
     total = weight = 0.0
@@ -100,8 +102,8 @@ def _lines(path: Path) -> Iterator[Json]:
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
             yield json.loads(line)
-        except ValueError:  # a disk that was full has cut it off
-            logger.warning("a line of `%s` cannot be read and is left out", path)
+        except ValueError:  # cut off when the disk was full
+            logger.warning("skipping a line of `%s` that is not JSON", path)
 
 
 def _members(group: Json) -> list[Json]:

@@ -1,8 +1,8 @@
-"""The journal makes a step a transaction: what was asked is on disk before the first gradient.
+"""The journal makes a step a transaction: the request is on disk before the first gradient.
 
-One file a model, of its newest step. A server that is killed finds it at its next start and
-trains the step again, or, where the checkpoint is there, only delivers what was lost. A request
-whose answer was delivered is kept until its checkpoint is synced: a power cut loses no step.
+Each model has one file, for its newest step. After a kill, the next server finds it and trains
+the step again, or only delivers the answer if the checkpoint exists. A delivered request is kept
+until its checkpoint is synced, so that a power cut loses no step.
 """
 
 import json
@@ -22,10 +22,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class JournaledRequest:
-    """A train request as it was journaled, with the exact tokens of its choices."""
+    """A train request in the journal, with the exact tokens of its choices."""
 
     step: int
-    """The step that it makes."""
+    """The step that it trains."""
     digest: str
     base_model: str
     model: Json
@@ -44,7 +44,7 @@ class Journal:
         self._synced = False
 
     def begin(self, request: JournaledRequest) -> None:
-        """Write the request down, durably; only then may it be trained."""
+        """Write the request durably; only then may it be trained."""
         temporary = self._request.with_suffix(".tmp")
         try:
             self._request.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ class Journal:
             temporary.rename(self._request)
             handle = os.open(self._request.parent, os.O_RDONLY)
             try:
-                os.fsync(handle)  # the rename itself
+                os.fsync(handle)  # makes the rename durable
             finally:
                 os.close(handle)
         except OSError as exc:
@@ -69,15 +69,15 @@ class Journal:
 
     @property
     def is_pending(self) -> bool:
-        """Whether there is a request whose answer was not delivered."""
+        """Whether a request still waits for its answer to be delivered."""
         return self._request.is_file()
 
     def pending(self) -> JournaledRequest | None:
-        """The request whose answer was not delivered, if there is one."""
+        """The request whose answer was not delivered yet, if any."""
         return self._read(self._request)
 
     def unsynced(self) -> JournaledRequest | None:
-        """A request whose answer was delivered, but whose checkpoint may be lost."""
+        """A delivered request whose checkpoint a power cut could still lose, if any."""
         return self._read(self._delivered)
 
     def row(self, row: Json) -> None:
@@ -85,20 +85,20 @@ class Journal:
             file.write(json.dumps(row) + "\n")
 
     def rows(self) -> list[Json]:
-        """What was streamed so far; a line that was cut off is left out."""
+        """The rows so far, without a last line that was cut off."""
         if not self._rows.is_file():
             return []
         text = self._rows.read_text(encoding="utf-8")
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def restart(self) -> None:
-        """Forget the rows of an attempt that did not reach its checkpoint."""
+        """Delete the rows of an attempt that made no checkpoint."""
         self._rows.unlink(missing_ok=True)
 
     def delivered(self, step: int) -> None:
-        """The client has its answer: the same body from now on is a new request.
+        """Mark the answer as delivered: from now on the same body is a new request.
 
-        Of an older step, whose answer was asked for again, nothing is left here.
+        An older step, whose answer was requested again, has no entry any more.
         """
         if step != self._step:
             return
@@ -109,12 +109,12 @@ class Journal:
         self._rows.unlink(missing_ok=True)
 
     def synced(self) -> None:
-        """The checkpoint outlives a power cut: a request that was delivered is needed no longer."""
+        """Mark the checkpoint as safe from a power cut, and drop the request once delivered."""
         self._synced = True
         self._delivered.unlink(missing_ok=True)
 
     def forget(self) -> None:
-        """The request cannot be trained, and is not tried for ever."""
+        """Delete a request that cannot be trained, so that it is not tried again."""
         for path in (self._request, self._delivered, self._rows):
             path.unlink(missing_ok=True)
 
@@ -128,11 +128,11 @@ class Journal:
 
 
 def interrupted(state: Path, base_model: str | None) -> Iterator[JournaledRequest]:
-    """The steps of `base_model` that a server left unfinished, or not yet safe on the disk."""
+    """The requests of `base_model` that a server left unfinished or not yet synced."""
     journals = state.glob(f"{MODEL_GLOB}/journal*.json")
     for directory in sorted({path.parent for path in journals}):
         journal = Journal(directory)
         request = journal.pending() or journal.unsynced()
         if request and request.base_model == base_model:
-            logger.info("taking up step %s of %s", request.step, directory.name)
+            logger.info("resuming step %s of %s", request.step, directory.name)
             yield request

@@ -1,4 +1,4 @@
-"""Large request bodies, parsed and checked in a thread so that other requests are answered."""
+"""Parses and checks large request bodies in a thread, so that other requests are not blocked."""
 
 import asyncio
 import hashlib
@@ -15,9 +15,9 @@ BodyT = TypeVar("BodyT", bound=pydantic.BaseModel)
 
 
 def large(kind: type[BodyT]) -> Callable[[Request], Awaitable[BodyT]]:
-    """A FastAPI dependency: the body as `kind`, with the errors that FastAPI itself would give.
+    """A FastAPI dependency that returns the body as `kind`, or raises FastAPI's own errors.
 
-    A `kind` with a `digest` is given that of the bytes: a client that asks again sends the same.
+    A `digest` field is set to the hash of the body, which is the same if a client sends it again.
     """
 
     async def read(request: Request) -> BodyT:
@@ -28,13 +28,13 @@ def large(kind: type[BodyT]) -> Callable[[Request], Awaitable[BodyT]]:
 
 def _parse(body: bytes, kind: type[BodyT]) -> BodyT:
     try:
-        found = large_json.parse(body)
-        if isinstance(found, dict):
-            found["digest"] = hashlib.sha256(body).hexdigest()
-        return kind.model_validate(found)
+        value = large_json.parse(body)
+        if isinstance(value, dict):
+            value["digest"] = hashlib.sha256(body).hexdigest()
+        return kind.model_validate(value)
     except pydantic.ValidationError as error:
         faults = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
         raise RequestValidationError(faults) from error
     except ValueError as error:
-        fault = {"type": "json_invalid", "loc": ("body",), "msg": f"is no JSON: {error}"}
+        fault = {"type": "json_invalid", "loc": ("body",), "msg": f"is not JSON: {error}"}
         raise RequestValidationError([fault]) from error

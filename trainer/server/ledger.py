@@ -1,7 +1,7 @@
-"""The ledger: what was sampled, token by token, by which weights. SQLite, in WAL mode.
+"""The ledger records every sampled token and the weights that sampled it. SQLite, in WAL mode.
 
-At training a choice is matched to its entry, so that what is trained on is what was sampled,
-also after a framework has rebuilt the choice from its content and logprobs.
+A train request's choices are matched to their entries. Training then uses the sampled tokens, even
+if a framework rebuilt the choice from its content and logprobs.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from kit.types import Json
 from trainer import exact_tokens
 from trainer.exact_tokens import PREFIX
 
-# Of hundreds of thousands of tokens in a step: no line of Python for each of them.
+# A step holds hundreds of thousands of tokens: a Python expression for each would be too slow.
 _TOKEN_AND_LOGPROB = itemgetter("token", "logprob")
 
 _SCHEMA = """
@@ -57,18 +57,19 @@ class Entry:
 
 
 class Ledger:
-    """Entries by what identifies a choice. One writer: the server's event loop."""
+    """Finds entries by the identity of a choice. Only the server's event loop writes."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        # An entry that a power cut loses only means that a choice is tokenised again.
+        # If a power cut loses an entry, its choice is tokenized again: no need for a sync.
         self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;" + _SCHEMA)
 
     def close(self) -> None:
         self._db.close()
 
     def record(self, entry: Entry, content: str) -> None:
+        """Store a choice whose text is `content`."""
         self._db.execute(
             "INSERT INTO completions VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
@@ -88,28 +89,28 @@ class Ledger:
         )
 
     def recall(self, groups: list[Json]) -> None:
-        """Write into every choice that was sampled here the exact tokens it was sampled as.
+        """Put the exact tokens into every choice that was sampled here.
 
-        They replace its logprobs, an object for each token: what is journaled and sent on is a
-        quarter as long.
+        They replace the logprobs, which hold an object per token. This makes the journal and the
+        learner's request a quarter as long.
         """
         for choice in choices_of(groups):
             if row := self._find(choice):
-                exact_tokens.put(choice, *row[-3:])  # the very bytes that are stored
+                exact_tokens.put(choice, *row[-3:])  # the bytes as they are stored
 
     def find(self, choice: Json) -> Entry | None:
-        """The entry of a choice: by its tokens and logprobs, else by its text if that is unique."""
+        """Find a choice's entry by its tokens and logprobs, or without them by a unique text."""
         row = self._find(choice)
         if row is None:
             return None
-        *about, prompt_ids, completion_ids, logprobs = row
-        numbers = array("i", prompt_ids), array("i", completion_ids), array("d", logprobs)
-        return Entry(*about, *(found.tolist() for found in numbers))
+        *fields, prompt_ids, completion_ids, logprobs = row
+        arrays = array("i", prompt_ids), array("i", completion_ids), array("d", logprobs)
+        return Entry(*fields, *(numbers.tolist() for numbers in arrays))
 
     def _find(self, choice: Json) -> tuple[Any, ...] | None:
-        if found := fingerprint(choice):
-            rows = self._rows("fingerprint", found)
-            # Short answers to several prompts may be alike to the last digit that is compared.
+        if identity := fingerprint(choice):
+            rows = self._rows("fingerprint", identity)
+            # Short answers to several prompts may agree in every digit that is compared.
             same = len({prompt_ids for *_, prompt_ids, _, _ in rows}) == 1
             return rows[-1] if same else None
         content = (choice.get("message") or {}).get("content")
@@ -122,11 +123,11 @@ class Ledger:
         return rows[0] if len(rows) == 1 else None
 
     def forget(self, model: str, *, before: int) -> None:
-        """Drop a model's entries of steps below `before`: nobody trains on them any more."""
+        """Delete a model's entries of steps below `before`, which are too old to train on."""
         self._db.execute("DELETE FROM completions WHERE model = ? AND step < ?", (model, before))
 
     def _rows(self, column: str, value: object) -> list[tuple[Any, ...]]:
-        """The fields of every `Entry` with that value, numbers as bytes."""
+        """The fields of all entries with that value; arrays of numbers are bytes."""
         found = self._db.execute(
             "SELECT model, step, lora_sha256, rollout, prompt_ids, completion_ids, logprobs "
             f"FROM completions WHERE {column} = ? ORDER BY id",
@@ -136,7 +137,7 @@ class Ledger:
 
 
 def fingerprint(choice: Json) -> bytes | None:
-    """What identifies a choice whose logprobs are of tokens named `token_id:N`, else None."""
+    """Identify a choice by tokens named `token_id:N` and their logprobs; None without them."""
     try:
         content = (choice.get("logprobs") or {}).get("content") or []
         tokens, logprobs = zip(*map(_TOKEN_AND_LOGPROB, content), strict=True)
@@ -144,20 +145,20 @@ def fingerprint(choice: Json) -> bytes | None:
         ours = names.count(PREFIX) == len(tokens) and None not in logprobs
         return _fingerprint(names, logprobs) if ours else None
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
-        return None  # whatever that is, nothing here was sampled as it
+        return None  # not a choice that was sampled here
 
 
 def _fingerprint(names: str, logprobs: Sequence[float]) -> bytes:
-    """Two prompts that gave the same tokens differ in logprobs.
+    """Hash tokens and logprobs: the same tokens after two prompts differ in their logprobs.
 
-    Logprobs are rounded: JSON keeps a double's value, but not every framework keeps a double.
+    Logprobs are rounded: JSON preserves a double, but not every framework keeps it a double.
     """
     rounded = np.round(np.array(logprobs, dtype=np.float64), 4) + 0.0  # -0.0 is 0.0
     return _digest(names.encode() + rounded.tobytes())
 
 
 def choices_of(groups: list[Json]) -> Iterator[Json]:
-    """Every choice in the trajectories of `groups`, those of additional histories included."""
+    """Every choice in the trajectories of `groups`, including their additional histories."""
     for group in groups:
         for trajectory in group.get("trajectories") or []:
             histories = [trajectory, *(trajectory.get("additional_histories") or [])]

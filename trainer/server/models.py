@@ -1,4 +1,4 @@
-"""The models under training, and the names under which they are served."""
+"""The models under training, and the names that serve them."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ from trainer.errors import BadRequest, Conflict, NotFound, NotReady, TrainerErro
 from trainer.server.journal import Journal, JournaledRequest
 from trainer.server.wire import ModelWire
 
-# `NAME`, `NAME@7`, and what `art.ServerlessBackend` calls them.
+# `NAME`, `NAME@7`, and the names that `art.ServerlessBackend` uses.
 SERVED = re.compile(
     r"(?:wandb-artifact:///[^/]+/(?P<project>[^/]+)/)?(?P<name>[^/@:]+)(?:(?:@|:step)(?P<step>\d+))?"
 )
@@ -37,16 +37,16 @@ class Model:
     lora: LoraConfig
     step: int = 0
     steps: dict[int, str] = field(default_factory=dict)
-    """Whole checkpoints on disk, and the sha256 of the LoRA in each."""
+    """Complete checkpoints on disk, with the sha256 of each LoRA."""
     prepared: bool = False
     max_seq_length: int | None = None
-    """Longest prompt and completion together, in tokens; None is the base model's limit."""
+    """Limit of prompt and completion together, in tokens; None is the base model's limit."""
     sampling: Counter[int] = field(default_factory=Counter)
-    """Requests in flight by the step that answers them."""
+    """Number of requests in flight, by the step they sample from."""
 
     @property
     def key(self) -> str:
-        # Project included: two projects may both hold a model of that name.
+        # Two projects may use the same name.
         return f"{self.project}/{self.name}"
 
     @property
@@ -58,7 +58,7 @@ class Model:
         return Journal(self.directory)
 
     def unfinished(self) -> JournaledRequest | None:
-        """The request of a step that a killed server left undelivered, or a power cut damaged."""
+        """The request of a step that a kill left undelivered or a power cut damaged, if any."""
         if request := self.journal.pending():
             return request
         request = self.journal.unsynced()
@@ -75,7 +75,7 @@ class Model:
         return f"{self.key}@{step}"
 
     def fit(self, request: SampleRequest, step: int) -> SampleRequest:
-        """The request as the engine gets it: by this step's LoRA, within the model's length."""
+        """The request for the engine: with this step's LoRA, within the model's length limit."""
         limit = request.max_tokens
         if self.max_seq_length is not None:
             room = self.max_seq_length - len(request.prompt_ids)
@@ -90,7 +90,7 @@ class Model:
 
     @contextmanager
     def used(self, step: int) -> Iterator[None]:
-        """While a request samples from `step`, which is not unloaded meanwhile."""
+        """Count a request that samples from `step`, which keeps the step loaded."""
         self.sampling[step] += 1
         try:
             yield
@@ -98,14 +98,14 @@ class Model:
             self.sampling[step] -= 1
 
     def read_steps(self) -> None:
-        """Look at the disk anew. This hashes every file, so it is done once, not per request."""
+        """Read the checkpoints on disk. This hashes every file, so it is too slow per request."""
         self.steps = {}
         for step in checkpoint.list_steps(self.checkpoints):
             self.add_step(step)
         self.step = max(self.steps, default=0)
 
     def has_whole(self, step: int) -> bool:
-        """Whether that checkpoint is on disk, every file as it was written."""
+        """Whether the checkpoint of `step` is on disk and every file matches its hash."""
         return self.path(step).is_dir() and not damage(self.path(step))
 
     def discard(self, step: int) -> None:
@@ -115,6 +115,7 @@ class Model:
             shutil.rmtree(self.path(step), ignore_errors=True)
 
     def add_step(self, step: int) -> None:
+        """Add a checkpoint that was just written."""
         manifest = read_manifest(self.path(step)) or {"files": {}}
         lora = manifest["files"].get("adapter_model.safetensors", {})
         self.steps[step] = str(lora.get("sha256", ""))
@@ -127,13 +128,13 @@ class Models:
         self.state = state
         self.base_model: str | None = None
         self.starting = False
-        """Whether a model that is not here may still be taken up from a killed server."""
+        """Whether models of a killed server are still being restored."""
         self.newest: Model | None = None
-        """The model that was prepared last; the base model's name follows it."""
+        """The model that was prepared last; the base model's name stands for it."""
         self._models: dict[tuple[str, str], Model] = {}
         self._serving = state / "serving.json"
         self._wires: dict[str, Any] = {}
-        """What is served, as its clients asked for it: a killed server's successor goes on."""
+        """The request that prepared each served model, so that the next server can restore it."""
 
     def __iter__(self) -> Iterator[Model]:
         return iter(self._models.values())
@@ -142,13 +143,13 @@ class Models:
         try:
             return self._models[wire.project, wire.name]
         except KeyError:
-            raise self._absent(
+            raise self._not_found(
                 f"Model `{wire.name}` of project `{wire.project}` is not registered",
                 "Call `model.register(backend)` first",
             ) from None
 
     def add(self, wire: ModelWire, lora: LoraConfig) -> Model:
-        """The model of that name; one with checkpoints on disk resumes at its newest step."""
+        """Return the model, or create it at the newest step of its checkpoints on disk."""
         key = (wire.project, wire.name)
         if key not in self._models:
             model = Model(wire.project, wire.name, self.directory(wire), lora)
@@ -162,7 +163,7 @@ class Models:
         return self._models[key]
 
     def check_base(self, base_model: str | None) -> None:
-        """All models share the base that is loaded."""
+        """Refuse a base model other than the loaded one, which all models share."""
         if self.base_model and base_model and base_model != self.base_model:
             raise Conflict(
                 f"This server holds `{self.base_model}`, not `{base_model}`",
@@ -170,22 +171,22 @@ class Models:
             )
 
     def serve(self, model: Model, wire: ModelWire) -> None:
-        """From now on the base model's name means this model."""
+        """Serve the model under the base model's name too, and remember it for a restart."""
         self.newest = model
         self._wires.pop(model.key, None)
         self._wires[model.key] = wire.model_dump(mode="json", by_alias=True)
         self._remember()
 
-    def left_behind(self) -> list[ModelWire]:
-        """What a killed server served, the newest last."""
+    def to_restore(self) -> list[ModelWire]:
+        """The models that a killed server served, the newest last."""
         try:
-            found = json.loads(self._serving.read_text(encoding="utf-8"))
+            wires = json.loads(self._serving.read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
             return []
-        return [ModelWire.model_validate(wire) for wire in found]
+        return [ModelWire.model_validate(wire) for wire in wires]
 
-    def end(self) -> None:
-        """The server was asked to end: its successor begins with nothing."""
+    def clear_restart(self) -> None:
+        """Forget what to restore, because the server stops on request."""
         self._serving.unlink(missing_ok=True)
 
     def remove(self, model: Model) -> None:
@@ -202,11 +203,11 @@ class Models:
         temporary.rename(self._serving)
 
     def directory(self, wire: ModelWire) -> Path:
-        """Where the files of a model are, trainable or not."""
+        """The directory of a model, trainable or not."""
         return model_path(self.state, wire.project, wire.name)
 
     def served_names(self) -> list[str]:
-        """Every name a completion may ask for."""
+        """Every name that a completion may use."""
         if self.base_model is None:
             return []
         names = [self.base_model, f"{self.base_model}@base"]
@@ -216,7 +217,7 @@ class Models:
         return names
 
     def find(self, name: str) -> tuple[Model | None, int]:
-        """The model and step behind a served name; no model means the untrained base."""
+        """Return the model and step of a served name; the untrained base has no model."""
         if self.base_model is not None and name == f"{self.base_model}@base":
             return None, 0
         if self.base_model is not None and name == self.base_model:
@@ -230,7 +231,7 @@ class Models:
                     if int(step) in model.steps:
                         return model, int(step)
         names = ", ".join(f"`{served}`" for served in self.served_names()) or "nothing yet"
-        raise self._absent(f"There is no model `{name}` here", f"Served now: {names}")
+        raise self._not_found(f"There is no model `{name}` here", f"Served now: {names}")
 
-    def _absent(self, message: str, hint: str) -> TrainerError:
+    def _not_found(self, message: str, hint: str) -> TrainerError:
         return NotReady(f"{message} yet") if self.starting else NotFound(message, hint=hint)

@@ -1,4 +1,4 @@
-"""Where the numbers of a step go: the server's log, Prometheus, the run's history and W&B."""
+"""Reports the numbers of a step to the log, Prometheus, the run's history and W&B."""
 
 import logging
 

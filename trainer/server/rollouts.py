@@ -1,7 +1,7 @@
-"""What was said under a rollout's own base URL: messages and choices, as the agent saw them.
+"""The conversations under each rollout's base URL: messages and choices, as the agent saw them.
 
-The ledger keeps tokens for training; this keeps the conversation, so that a harness can score it
-and send it to be trained without touching the agent's framework. SQLite, in WAL mode.
+The ledger stores tokens for training. This stores the conversation, so that a harness can score it
+and train on it without any change to the agent's framework. SQLite, in WAL mode.
 """
 
 import json
@@ -17,7 +17,7 @@ CREATE TABLE IF NOT EXISTS said (
 );
 CREATE INDEX IF NOT EXISTS said_by_rollout ON said (rollout);
 """
-KEPT_SECONDS = 6 * 3600  # an epoch's rollouts are read at its end; nobody asks for older ones
+KEPT_SECONDS = 6 * 3600  # rollouts are read at the end of their epoch, not later
 _SWEEP_EVERY = 1000
 
 

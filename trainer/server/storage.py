@@ -1,4 +1,4 @@
-"""What happens to checkpoints besides training: kept, deleted, forked, carried to S3 and back."""
+"""Deletes and forks checkpoints, and copies them to S3 and back."""
 
 import asyncio
 import logging
@@ -31,19 +31,19 @@ class Storage:
         """Delete all checkpoints except `steps` and the newest, which the run continues from."""
         await self._wait_until_idle(model)
         kept = {*steps, model.step}
-        gone = await asyncio.to_thread(checkpoint.delete, model.checkpoints, kept)
-        self._forget(model, gone)
-        return gone
+        deleted = await asyncio.to_thread(checkpoint.delete, model.checkpoints, kept)
+        self._forget(model, deleted)
+        return deleted
 
     async def delete_model(self, model: Model) -> None:
-        """Remove a model and all its files."""
+        """Delete a model and all its files."""
         await self._wait_until_idle(model)
         self._forget(model, list(model.steps))
         self._models.remove(model)
         await asyncio.to_thread(shutil.rmtree, model.directory, ignore_errors=True)
 
     async def fork(self, model: Model, request: ForkRequest) -> None:
-        """Begin `model` with a checkpoint of another run, whose step it then has."""
+        """Start `model` from a checkpoint of another run, at that checkpoint's step."""
         await self._wait_until_idle(model)
         project = request.from_project or model.project
         with tempfile.TemporaryDirectory() as temporary:
@@ -63,8 +63,11 @@ class Storage:
                 )
             path = checkpoint.path_of(source / CHECKPOINTS, step)
             lora = model.lora.model_dump(mode="json", exclude={"seed"})
-            about = await asyncio.to_thread(checkpoint.verify, path)
-            if about.get("base_model") != self._models.base_model or about.get("lora") != lora:
+            manifest = await asyncio.to_thread(checkpoint.verify, path)
+            if (
+                manifest.get("base_model") != self._models.base_model
+                or manifest.get("lora") != lora
+            ):
                 raise Conflict(
                     f"Checkpoint `{step}` of `{request.from_model}` has another base model or LoRA",
                     hint="Fork from a run with the same base model and `peft_args`",
@@ -73,11 +76,11 @@ class Storage:
         await self._adopt(model)
 
     async def push(self, model: Model, request: S3Request) -> None:
-        """Copy the model's directory to S3, as ART lays it out there."""
+        """Copy the model's directory to S3, in ART's layout."""
         if request.only_step is not None:
             raise BadRequest("A push has no `only_step`", hint="Remove it; it is for pulls")
         s3 = _s3_path(request.s3_bucket, request.prefix, model.project, model.name)
-        # What is half made, or only means something to this server, stays here.
+        # Unfinished checkpoints, and the journal of this server, stay here.
         flags = ["--exclude", "journal*", "--exclude", f"{CHECKPOINTS}/.*"]
         await _aws(
             "s3",
@@ -90,7 +93,7 @@ class Storage:
         )
 
     async def pull(self, model: Model, request: S3Request) -> None:
-        """Copy the model's directory from S3 and go on from its newest whole checkpoint."""
+        """Copy the model's directory from S3, and continue from its newest complete checkpoint."""
         await self._wait_until_idle(model)
         s3 = _s3_path(request.s3_bucket, request.prefix, model.project, model.name)
         local = str(model.directory)
@@ -110,18 +113,18 @@ class Storage:
         if not model.steps:
             raise NotFound(
                 f"`{s3}` holds no checkpoint that this server can use",
-                hint="Push it from a run of this server: a checkpoint needs its `manifest.json`",
+                hint="Push it from this kind of server: a checkpoint needs its `manifest.json`",
             )
 
     async def _wait_until_idle(self, model: Model) -> None:
-        """Until nothing of the model's newest step is under way; a step that trains is refused."""
+        """Refuse while the model trains, and wait until its newest checkpoint is synced."""
         training = self._admission.newest(model)
         if training and not training.done:
             raise Conflict(
                 f"Model `{model.name}` is training", hint="Wait for the step to end, then try again"
             )
         if training:
-            await training.synced()  # it could be made again only from the checkpoint before it
+            await training.synced()  # until then a power cut would need the checkpoint before it
 
     async def _adopt(self, model: Model) -> None:
         """Serve the newest checkpoint on disk, after others were put there."""
@@ -170,7 +173,7 @@ def _newest(checkpoints: Path, not_after: int | None, name: str) -> int:
 
 def _s3_path(bucket: str | None, prefix: str | None, project: str, name: str) -> str:
     if bucket is None:
-        raise BadRequest("No S3 bucket is named", hint="Give `s3_bucket`")
+        raise BadRequest("No S3 bucket is named", hint="Set `s3_bucket`")
     parts = [part for part in (prefix or "").split("/") if part]
     if ".." in parts:
         raise BadRequest(f"The prefix `{prefix}` leaves its bucket", hint="Remove the `..`")
@@ -182,12 +185,12 @@ def _delete_flag(request: S3Request) -> list[str]:
 
 
 async def _aws(*arguments: str, verbose: bool = False) -> str:
-    """Run the AWS CLI, which has its own ways to credentials, and return what it prints."""
+    """Run the AWS CLI, which finds its own credentials, and return its output."""
     logger.info("aws %s", " ".join(arguments))
     if shutil.which("aws") is None:
         raise Unsupported(
             "S3 needs the AWS CLI, which is not installed where this server runs",
-            hint="Install `awscli` there, or bring checkpoints home with `launcher pull`",
+            hint="Install `awscli` there, or copy checkpoints with `launcher pull`",
         )
     process = await asyncio.create_subprocess_exec(
         "aws",
@@ -203,7 +206,7 @@ async def _aws(*arguments: str, verbose: bool = False) -> str:
             f"`aws {' '.join(arguments[:2])}` failed: {cause[-1]}",
             hint="Check the bucket's name and the server's AWS credentials",
         )
-    said = out.decode(errors="replace")
-    for line in said.splitlines() if verbose else []:
+    output = out.decode(errors="replace")
+    for line in output.splitlines() if verbose else []:
         logger.info("aws: %s", line)
-    return said
+    return output

@@ -1,4 +1,4 @@
-"""Tool calls in Hermes form: `<tool_call>{"name": …, "arguments": {…}}</tool_call>` in the text."""
+"""Tool calls in Hermes format: `<tool_call>{"name": …, "arguments": {…}}</tool_call>` in text."""
 
 import json
 import uuid
@@ -9,9 +9,9 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class ToolCallParser:
-    """Splits the text of one choice into content and tool calls, as it comes.
+    """Splits the text of one choice into content and tool calls while it streams.
 
-    What is no valid call stays content, so that nothing the model wrote is lost.
+    An invalid call stays in the content, so that no text of the model is lost.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class ToolCallParser:
         self.calls: list[Json] = []
 
     def add(self, text: str) -> str:
-        """The content that is certain after `text`."""
+        """Add text, and return the content that no later text can change."""
         self._pending += text
         content = ""
         while True:
@@ -41,7 +41,7 @@ class ToolCallParser:
             self._pending = after
 
     def finish(self) -> str:
-        """What was held back. A call whose end tag was cut off counts if it is whole JSON."""
+        """Return the remaining text. A call without its end tag counts if its JSON is complete."""
         pending, self._pending = self._pending, ""
         if pending.startswith(OPEN) and (call := parse_call(pending[len(OPEN) :])):
             self.calls.append(call)
@@ -66,7 +66,7 @@ def parse_call(text: str) -> Json | None:
 
 
 def _overlap(text: str, tag: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `tag`."""
+    """The number of characters at the end of `text` that may begin `tag`."""
     return next(
         (n for n in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-n:])), 0
     )

@@ -1,4 +1,4 @@
-"""The process that holds wandb: `python -m trainer.server.wandb_worker`, see `reports`."""
+"""The process that runs wandb: `python -m trainer.server.wandb_worker`, see `wandb_reports`."""
 
 import os
 import signal
@@ -9,18 +9,18 @@ from kit.types import Json
 from trainer.processes.worker import serve
 
 
-class Runs:
-    """A run of W&B for each model, begun with its first row and resumed by a later server."""
+class WandbRuns:
+    """A W&B run for each model, started with its first row and resumed by later servers."""
 
     def __init__(self) -> None:
         self._runs: dict[tuple[str, str], Any] = {}
 
     def log(self, key: str, directory: str, project: str, name: str, numbers: Json) -> str:
-        """Add a row and return where the run is: its URL, or offline its directory."""
+        """Log a row, and return the URL of the run, or its directory if offline."""
         run = self._runs.get((project, name))
         if run is None:
-            run = self._runs[project, name] = _begin(key, directory, project, name)
-        # W&B counts its own steps: a validation may come late, or twice for one step of ours.
+            run = self._runs[project, name] = _start(key, directory, project, name)
+        # No `step` here: validations arrive late or twice for a step, and W&B's steps only rise.
         run.log(numbers)
         return str(run.url or Path(run.dir).parent)
 
@@ -30,19 +30,19 @@ class Runs:
         self._runs.clear()
 
 
-def _begin(key: str, directory: str, project: str, name: str) -> Any:
+def _start(key: str, directory: str, project: str, name: str) -> Any:
     import wandb
 
-    os.environ["WANDB_API_KEY"] = key  # it may come from `.env`, which wandb does not read
+    os.environ["WANDB_API_KEY"] = key  # wandb does not read `.env`
     run = wandb.init(
         project=project,
         name=name,
-        # Not the name alone: that is the id of a client of ART's that reports by itself.
+        # The plain name is the id that ART's clients use when they report themselves.
         id=f"{name}-server",
         resume="allow",
         reinit="create_new",
         dir=directory,
-        # The process holds no code of the user's, and its console is ours.
+        # This process runs no code of the user, and its console is the server's.
         settings=wandb.Settings(console="off", disable_git=True),
     )
     run.define_metric("training_step")
@@ -51,8 +51,8 @@ def _begin(key: str, directory: str, project: str, name: str) -> Any:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's: it has rows to send
-    runs = Runs()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the server still has rows to send
+    runs = WandbRuns()
     serve({"log": runs.log, "finish": runs.finish})
 
 

@@ -1,7 +1,7 @@
-"""The shapes that clients send, checked where the bytes enter.
+"""The bodies that ART's clients send, checked at the routes.
 
-Clients of every ART generation send more keys than we need; those of the model object are
-ignored, as upstream does, while settings inside it are honoured or refused by name (`settings`).
+Clients of every ART generation send more keys than we need. Unknown keys of the model object are
+ignored, as upstream does; its settings take effect or are refused by name (`client_settings`).
 """
 
 import re
@@ -11,24 +11,24 @@ import pydantic
 
 from kit.types import Json
 
-# A name becomes a directory: no separators, no leading dot, no surprises.
+# A name becomes a directory: no separators and no leading dot.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 def _is_a_plain_name(value: str) -> str:
     if not NAME.fullmatch(value):
-        raise ValueError("may hold only letters, digits, `.`, `_` and `-`")
+        raise ValueError("may contain only letters, digits, `.`, `_` and `-`")
     return value
 
 
 def _are_groups(groups: list[Json]) -> list[Json]:
-    """Only the outline, so that nothing behind the routes meets a number where a list should be."""
+    """Check the outline, so that the code behind the routes finds lists where it expects them."""
     for group in groups:
         for trajectory in _objects(group, "trajectories"):
             for history in (trajectory, *_objects(trajectory, "additional_histories")):
                 _objects(history, "messages_and_choices")
         if not isinstance(group.get("exceptions") or [], list):
-            raise ValueError("hold `exceptions` that are no list")
+            raise ValueError("hold `exceptions` that are not a list")
     return groups
 
 
@@ -40,7 +40,7 @@ def _are_trajectories(trajectories: list[Json]) -> list[Json]:
 def _objects(holder: Json, key: str) -> list[Json]:
     found = holder.get(key) or []
     if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
-        raise ValueError(f"hold `{key}` that are no list of objects")
+        raise ValueError(f"hold `{key}` that are not a list of objects")
     return found
 
 
@@ -64,16 +64,16 @@ class ModelWire(pydantic.BaseModel):
     def _sections_are_objects(cls, value: Json | None) -> Json | None:
         for name, part in (value or {}).items():
             if name.endswith("_args") and not isinstance(part, dict | None):
-                raise ValueError(f"holds `{name}`, which is no object")
+                raise ValueError(f"holds `{name}`, which is not an object")
         return value
 
     def section(self, name: str) -> Json:
-        """One part of the internal config, without the nulls that stand for absent."""
+        """One section of the internal config, without nulls."""
         return without_nulls((self.internal_config or {}).get(name))
 
 
 def without_nulls(values: Json | None) -> Json:
-    """Clients send null for what they leave out."""
+    """Drop nulls, which clients send for absent values."""
     return {key: value for key, value in (values or {}).items() if value is not None}
 
 
@@ -89,7 +89,7 @@ class TrainRequest(pydantic.BaseModel):
     dev_config: Json = {}
     verbose: bool = False
     digest: str
-    """Identifies the body that was sent: the same one again is not trained twice."""
+    """Hash of the body: the same body sent again is not trained twice."""
 
 
 class SftRequest(pydantic.BaseModel):
@@ -100,7 +100,7 @@ class SftRequest(pydantic.BaseModel):
     digest: str
 
     def as_step(self) -> TrainRequest:
-        """The same as a step of the other kind: what is journaled and trained is of one form."""
+        """The same step as a TrainRequest, so that the journal and the learner know one form."""
         group = {"trajectories": self.trajectories}
         config = {**self.config, "kind": "sft"}
         return TrainRequest(
@@ -124,7 +124,7 @@ class KeepRequest(pydantic.BaseModel):
 
 
 class S3Request(pydantic.BaseModel):
-    """Push or pull of a model's directory; `only_step` is for pulls alone."""
+    """Push or pull of a model's directory; only pulls accept `only_step`."""
 
     model: ModelWire
     s3_bucket: PlainName | None = None

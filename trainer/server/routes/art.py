@@ -1,4 +1,4 @@
-"""ART's control API, as the clients of its generations 1 and 2 speak it."""
+"""ART's control API for its clients of generations 1 and 2."""
 
 import json
 import logging
@@ -42,7 +42,7 @@ def routes(backend: Backend) -> APIRouter:
     async def prepare(body: PrepareRequest, request: Request) -> tuple[str, str]:
         key = inference_key(body.config, backend.config, backend.openai_port)
         await backend.prepare(body.model)
-        # The client reaches us by this name; only the port differs.
+        # The host by which the client reached this server; only the port differs.
         host = request.url.hostname or "127.0.0.1"
         host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{backend.openai_port}/v1", key
@@ -82,7 +82,7 @@ def routes(backend: Backend) -> APIRouter:
 
     @router.post("/close")
     async def close() -> None:
-        """The client is done. Others may not be: the server ends by signal, idleness or lease."""
+        """Do nothing: other clients may still need the server, which stops by signal or lease."""
 
     _add_experimental(router, backend)
     return router
@@ -106,29 +106,29 @@ def _add_experimental(router: APIRouter, backend: Backend) -> None:
     async def deploy(body: DeployRequest) -> None:
         raise Unsupported(
             f"Deployment to `{body.deploy_to}` is not supported",
-            hint="Take the checkpoint with `trainer export`, and serve it where you like",
+            hint="Export the checkpoint with `trainer export`, and serve it anywhere",
         )
 
 
 async def stream(training: Training, *, verbose: bool) -> StreamingResponse:
-    """The rows of a step. The first is awaited before the status, so that a bad group is a 4xx."""
+    """Stream the rows of a step, from the first one on: a bad group is then still a 4xx."""
     rows = _logged(training) if verbose else training.rows()
     first = await anext(rows, None)
     return StreamingResponse(_ndjson(first, rows, training), media_type="application/x-ndjson")
 
 
 async def _logged(training: Training) -> AsyncIterator[Json]:
-    """`verbose`: every gradient step in the server's log too."""
+    """Log every row too, for `verbose`."""
     async for row in training.rows():
-        told = " ".join(f"{name}={value:.4g}" for name, value in sorted(row.items()))
-        logger.info("%s: %s", training.model.key, told)
+        metrics = " ".join(f"{name}={value:.4g}" for name, value in sorted(row.items()))
+        logger.info("%s: %s", training.model.key, metrics)
         yield row
 
 
 async def _ndjson(
     first: Json | None, rows: AsyncIterator[Json], training: Training
 ) -> AsyncIterator[str]:
-    """One object a line, never an empty line: generation 1 parses every one."""
+    """One object per line and no empty line: clients of generation 1 parse every line."""
     if first is not None:
         yield json.dumps(first) + "\n"
     async for row in rows:

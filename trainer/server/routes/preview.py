@@ -1,7 +1,7 @@
 """The API of `art.ServerlessBackend`, generation 3 of ART's clients, on both ports.
 
-Ids are made of what they stand for, so that they survive a restart of the server: a model is
-`PROJECT~NAME`, a training job `PROJECT~NAME~STEP`, an event its number.
+Ids are built from names, so that they survive a restart of the server: `PROJECT~NAME` for a model,
+`PROJECT~NAME~STEP` for a training job, a number for an event.
 """
 
 from typing import Annotated, Literal
@@ -18,7 +18,7 @@ from trainer.server.large_bodies import large
 from trainer.server.models import Model
 from trainer.server.wire import Groups, ModelWire, PlainName, TrainRequest, without_nulls
 
-ENTITY = "art-cluster"  # the client insists on one
+ENTITY = "art-cluster"  # the client requires one
 PAGE = 100
 
 
@@ -60,7 +60,7 @@ def _add_models(router: APIRouter, backend: Backend) -> None:
         wire = ModelWire(name=body.name, project=body.project, base_model=body.base_model)
         if not body.return_existing and backend.models.directory(wire).is_dir():
             raise Conflict(f"Model `{body.name}` exists already", hint="Send `return_existing`")
-        # The client prepares nothing later on: what is created is served.
+        # The client sends no request to prepare the model later, so it is served at once.
         await backend.prepare(wire)
         return {
             **{"id": f"{body.project}~{body.name}", "run_id": None},
@@ -89,7 +89,7 @@ def _add_checkpoints(router: APIRouter, backend: Backend) -> None:
     ) -> Json:
         model = _model(backend, model_id)
         metrics = history.by_step(model.directory)
-        # A step that is written but not served yet is not there yet.
+        # A checkpoint that is written but not served yet is not listed.
         steps = sorted((s for s in model.steps if s <= model.step), reverse=order == "desc")
         entries = [
             {"id": f"step{step}", "step": step, "metrics": metrics.get(step, {})} for step in steps
@@ -105,8 +105,8 @@ def _add_checkpoints(router: APIRouter, backend: Backend) -> None:
                 hint="Keep it, or delete the model",
             )
         missing = [step for step in body.steps if step not in model.steps]
-        gone = await backend.storage.keep(model, set(model.steps) - set(body.steps))
-        return {"deleted_count": len(gone), "not_found_steps": missing}
+        deleted = await backend.storage.keep(model, set(model.steps) - set(body.steps))
+        return {"deleted_count": len(deleted), "not_found_steps": missing}
 
 
 def _add_jobs(router: APIRouter, backend: Backend) -> None:
@@ -116,11 +116,10 @@ def _add_jobs(router: APIRouter, backend: Backend) -> None:
         wire = ModelWire(
             name=model.name, project=model.project, base_model=backend.models.base_model
         )
-        asked = without_nulls(body.experimental_config)
         request = TrainRequest(
             model=wire,
             trajectory_groups=body.trajectory_groups,
-            dev_config=asked,
+            dev_config=without_nulls(body.experimental_config),
             digest=body.digest,
         )
         training = await backend.train(request)
@@ -136,7 +135,7 @@ def _add_jobs(router: APIRouter, backend: Backend) -> None:
             raise NotFound(f"There is no training job `{job_id}`", hint="Create one first")
         found = _events(backend, model, int(step))
         if after and after.isdigit() and int(after) >= len(found):
-            # A second attempt at the step begins anew: what was read comes again, the same.
+            # A second attempt at the step starts its events over, with the same content.
             return _page([], None, limit)
         page = _page(found, after, limit)
         if any(event["type"] == "training_ended" for event in page["data"]):
@@ -152,7 +151,7 @@ def _add_jobs(router: APIRouter, backend: Backend) -> None:
 
 
 def _events(backend: Backend, model: Model, step: int) -> list[Json]:
-    """What happened so far. The first event, which the client needs first, tells the length."""
+    """The events so far. The client needs the first one, which holds the number of rows, first."""
     training = backend.admission.newest(model)
     if training is None or training.request.step != step:
         if step > model.step:
@@ -187,11 +186,11 @@ def _sentence(error: Exception) -> str:
 
 
 def _page(entries: list[Json], after: str | None, limit: int) -> Json:
-    """A page of OpenAI's cursor kind: `after` is the id of the last entry that was read."""
+    """A page in OpenAI's cursor format: `after` is the id of the last entry of the page before."""
     if after is not None:
         ids = [entry["id"] for entry in entries]
         if after not in ids:
-            raise NotFound(f"There is no entry `{after}` to go on from", hint="Start anew")
+            raise NotFound(f"There is no entry `{after}`", hint="Start without `after`")
         entries = entries[ids.index(after) + 1 :]
     return {"object": "list", "data": entries[:limit], "has_more": len(entries) > limit}
 

@@ -1,8 +1,7 @@
-"""A rollout's own base URL, `/rollouts/ID/v1`, and what was said under it.
+"""Reads back a rollout, which an agent records by using the base URL `/rollouts/ID/v1`.
 
-An agent of any framework is pointed at that URL and nothing else of it is touched; afterwards
-`GET /rollouts/ID` gives its choices, which are what a trajectory is made of, and with each the
-messages that it answered.
+The base URL is the only change to the agent, whatever its framework. Afterwards `GET /rollouts/ID`
+returns its choices, which make up a trajectory, and the messages that each one answered.
 """
 
 from fastapi import APIRouter
@@ -17,21 +16,21 @@ def routes(backend: Backend) -> APIRouter:
 
     @router.get("/rollouts/{rollout}")
     async def choices(rollout: str) -> Json:
-        said = backend.rollouts.read(rollout)
-        if not said:
+        completions = backend.rollouts.read(rollout)
+        if not completions:
             raise NotFound(
                 f"Nothing was sampled in rollout `{rollout}`",
                 hint=f"Point the agent at `/rollouts/{rollout}/v1`",
             )
         return {
             "rollout": rollout,
-            # Their tokens lead back to the ledger, and with them to the exact prompt.
+            # Their tokens identify the ledger entries, which hold the exact prompts.
             "choices": [
-                {**choice, "policy_step": one["policy_step"]}
-                for one in said
-                for choice in one["choices"]
+                {**choice, "policy_step": completion["policy_step"]}
+                for completion in completions
+                for choice in completion["choices"]
             ],
-            "completions": said,
+            "completions": completions,
         }
 
     return router
