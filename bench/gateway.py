@@ -1,12 +1,12 @@
-"""What the gateway costs: concurrent streams through it, from an engine that replays tokens.
+"""Measures the gateway's overhead: concurrent streams from an engine that replays tokens.
 
     python bench/gateway.py [--streams 64] [--rate 30] [--tokens 200] [--write]
 
-The engine gives every stream its tokens at a fixed rate, so that sampling is not what is measured.
-Each token carries the moment it was given out in place of its logprob; the client, in a process
-of its own, compares that with the moment it arrives. Twice: streams each at their own pace, and
-in lockstep, as a batch of a real engine decodes. Goals: 95% of the engine's own throughput, and
-3 ms added at the median.
+The engine produces the tokens of every stream at a fixed rate, so that sampling is not measured.
+Each token carries the time it was produced in place of its logprob. The client, in a separate
+process, compares it with the time of arrival. There are two runs: streams at independent times, and
+in lockstep, as a real engine decodes a batch. Goals: 95% of the engine's own throughput, and 3 ms
+added at the median.
 """
 
 import argparse
@@ -37,7 +37,7 @@ LOGPROB = re.compile(rb'"logprob": ?(-?[\d.e+]+)')
 
 
 class ReplayEngine:
-    """Gives out `tokens` tokens a stream, `rate` a second, each with its time as the logprob."""
+    """Produces `tokens` tokens per stream at `rate` per second, each with its time as logprob."""
 
     name = "replay"
     running = True
@@ -73,7 +73,7 @@ class ReplayEngine:
 
 
 def serve(arguments: argparse.Namespace) -> None:
-    """The gateway's process: `trainer serve` with the replaying engine."""
+    """Run the gateway's process: `trainer serve` with the replaying engine."""
     from trainer.config import ServerConfig
     from trainer.server.app import serve
 
@@ -89,7 +89,7 @@ def serve(arguments: argparse.Namespace) -> None:
 
 
 async def own(arguments: argparse.Namespace, *, lockstep: bool) -> float:
-    """Tokens a second of the engine by itself."""
+    """Tokens per second of the engine without the gateway."""
     engine = ReplayEngine(arguments.rate, arguments.tokens, lockstep=lockstep)
 
     async def stream() -> list[float]:
@@ -100,7 +100,7 @@ async def own(arguments: argparse.Namespace, *, lockstep: bool) -> float:
 
 
 async def through(arguments: argparse.Namespace, port: int) -> tuple[float, list[float]]:
-    """Tokens a second through the gateway, and by how much each came later than it was given."""
+    """Tokens per second through the gateway, and the delay of each token in seconds."""
     body = json.dumps(
         {"model": MODEL, "messages": [{"role": "user", "content": "Go"}], "stream": True}
     ).encode()
@@ -114,11 +114,11 @@ async def through(arguments: argparse.Namespace, port: int) -> tuple[float, list
         writer.write(head + body)
         found = []
         while line := await reader.readline():
-            if line.startswith(b"data: {") and (given := LOGPROB.search(line)):
+            if line.startswith(b"data: {") and (produced := LOGPROB.search(line)):
                 arrived = time.monotonic()
-                found.append((arrived, arrived + float(given[1])))
+                found.append((arrived, arrived + float(produced[1])))
         writer.close()
-        assert len(found) == arguments.tokens, f"{len(found)} tokens came"
+        assert len(found) == arguments.tokens, f"{len(found)} tokens arrived"
         return found
 
     streams = await asyncio.gather(*(stream() for _ in range(arguments.streams)))
@@ -143,7 +143,7 @@ def measure(arguments: argparse.Namespace, *, lockstep: bool) -> list[str]:
             process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
             wait_until_served(port, process, Path(directory) / "log")
-            asyncio.run(through(arguments, port))  # warm
+            asyncio.run(through(arguments, port))  # warm up
             before = cpu_seconds(process.pid)
             served, late = asyncio.run(through(arguments, port))
             spent = cpu_seconds(process.pid) - before
@@ -152,7 +152,7 @@ def measure(arguments: argparse.Namespace, *, lockstep: bool) -> list[str]:
             process.wait()
     ranked = sorted(late)
     return [
-        "in lockstep" if lockstep else "each at its own pace",
+        "in lockstep" if lockstep else "independent",
         f"{alone:,.0f}",
         f"{served:,.0f}",
         f"{served / alone:.1%}",
@@ -180,8 +180,8 @@ def wait_until_served(port: int, process: subprocess.Popen[bytes], log: Path) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--rate", type=float, default=30, help="tokens a second and stream")
-    parser.add_argument("--tokens", type=int, default=200, help="in a stream")
+    parser.add_argument("--rate", type=float, default=30, help="tokens per second per stream")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens per stream")
     parser.add_argument("--write", action="store_true", help="write bench/results/gateway.md")
     for hidden in ("--serve", "--state"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)

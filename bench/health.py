@@ -1,9 +1,9 @@
-"""How quickly `/health` and `/_get_step` answer while steps train.
+"""Measures how quickly `/health` and `/_get_step` respond while steps train.
 
     python bench/health.py [--model tiny-random] [--groups 8] [--members 8] [--tokens 400] [--write]
 
-Groups that the ledger holds go to a real `trainer serve` from a process of their own, step after
-step, while both routes are asked every 10 ms over connections that stay open.
+A separate process sends groups that are in the ledger to a real `trainer serve`, step after step,
+while both routes are requested every 10 ms over connections that stay open.
 Goal: 50 ms. ART's clients of generation 1 give up after 5 s.
 """
 
@@ -31,7 +31,7 @@ EVERY = 0.01
 
 
 def groups(arguments: argparse.Namespace, ledger: Ledger) -> list[Any]:
-    """Groups as a client sends them, whose choices the ledger holds: nothing is sampled here."""
+    """Groups in the form a client sends, with choices from the ledger instead of an engine."""
     draw = random.Random(1)
     message = {"role": "user", "content": "Tell me about numbers"}
     prompt = [draw.randrange(256) for _ in range(64)]
@@ -55,7 +55,7 @@ def groups(arguments: argparse.Namespace, ledger: Ledger) -> list[Any]:
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """The training client's process: sends the same body again and again."""
+    """Run the training client's process, which sends the same body for every step."""
     body = Path(arguments.body).read_bytes()
     with httpx.Client(base_url=f"http://127.0.0.1:{arguments.port}", timeout=None) as client:
         model = json.loads(body)["model"]
@@ -68,16 +68,16 @@ def train(arguments: argparse.Namespace) -> None:
     print("done", flush=True)
 
 
-async def ask(port: int, head: bytes, late: list[float], until: asyncio.Event) -> None:
-    """One request after the other, each begun `EVERY` seconds after the one before at the most."""
+async def poll(port: int, head: bytes, late: list[float], until: asyncio.Event) -> None:
+    """Send requests one after the other, at most one every `EVERY` seconds."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     while not until.is_set():
         started = time.monotonic()
         writer.write(head)
-        told = await reader.readuntil(b"\r\n\r\n")
-        length = next(line for line in told.lower().split(b"\r\n") if b"content-length" in line)
+        headers = await reader.readuntil(b"\r\n\r\n")
+        length = next(line for line in headers.lower().split(b"\r\n") if b"content-length" in line)
         await reader.readexactly(int(length.split(b":")[1]))
-        assert told.startswith(b"HTTP/1.1 200"), told
+        assert headers.startswith(b"HTTP/1.1 200"), headers
         late.append(time.monotonic() - started)
         await asyncio.sleep(max(0.0, EVERY - late[-1]))
     writer.close()
@@ -97,7 +97,7 @@ async def measure(arguments: argparse.Namespace, directory: Path) -> tuple[Table
         server = subprocess.Popen(
             [*serve, "--state-dir", str(directory)],
             cwd=ROOT,
-            env={"OMP_NUM_THREADS": "1", **os.environ},  # two threads that wait spin
+            env={"OMP_NUM_THREADS": "1", **os.environ},  # a second thread would spin while it waits
             stdout=log,
             stderr=log,
         )
@@ -114,7 +114,7 @@ async def measure(arguments: argparse.Namespace, directory: Path) -> tuple[Table
         ranked = sorted(late)
         places = (len(ranked) // 2, int(len(ranked) * 0.99), -1)
         table.add([name, str(len(late)), *(f"{ranked[place] * 1e3:.2f}" for place in places)])
-    return table, f"{len(text) / 1e6:.1f} MB a step, {seconds / arguments.steps:.1f} s each"
+    return table, f"{len(text) / 1e6:.1f} MB and {seconds / arguments.steps:.1f} s per step"
 
 
 async def _while_training(
@@ -136,12 +136,12 @@ async def _while_training(
     heads = {"/health": b"GET /health HTTP/1.1\r\nHost: server\r\n\r\n", "/_get_step": head + body}
     late: dict[str, list[float]] = {name: [] for name in heads}
     until = asyncio.Event()
-    asking = [asyncio.create_task(ask(port, heads[name], late[name], until)) for name in heads]
+    polls = [asyncio.create_task(poll(port, heads[name], late[name], until)) for name in heads]
     started = time.monotonic()
     client.stdin.write(b"go\n")
     assert await client.stdout.readline() == b"done\n"
     until.set()
-    await asyncio.gather(*asking)
+    await asyncio.gather(*polls)
     return late, time.monotonic() - started
 
 
@@ -156,8 +156,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", default="tiny-random")
     parser.add_argument("--groups", type=int, default=8)
-    parser.add_argument("--members", type=int, default=8, help="trajectories in a group")
-    parser.add_argument("--tokens", type=int, default=400, help="in a trajectory")
+    parser.add_argument("--members", type=int, default=8, help="trajectories per group")
+    parser.add_argument("--tokens", type=int, default=400, help="tokens per trajectory")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--write", action="store_true", help="write bench/results/health.md")
     for hidden in ("--port", "--body"):
@@ -168,8 +168,8 @@ def main() -> None:
         return
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as directory:
-        table, told = asyncio.run(measure(arguments, Path(directory)))
-    what = f"`{arguments.model}`, {arguments.steps} steps of {arguments.groups} groups: {told}"
+        table, size = asyncio.run(measure(arguments, Path(directory)))
+    what = f"`{arguments.model}`, {arguments.steps} steps of {arguments.groups} groups: {size}"
     print(f"{what}\n\n{table}\n\n{machine(load)}")
     if arguments.write:
         write_report("health", what, table, load)

@@ -1,10 +1,11 @@
-"""What the launcher adds to SkyPilot, ssh and rsync, on the Slurm cluster of the tests.
+"""Compares the launcher with plain SkyPilot, ssh and rsync, on the tests' Slurm cluster.
 
     python bench/launcher.py [--rounds 3] [--write]
 
-Needs root, as `tests/lab/slurm.sh` does, which it brings up and takes down. Goals: `up` at most 3 s
-over `sky launch`, a second `sync` with one changed file of 10,000 at most 1.5 times plain rsync,
-`pull` of 1 GB at 90% of plain rsync's speed or more, a line of a log seen within 2 s.
+Needs root, because it starts and stops `tests/lab/slurm.sh`. Goals: `up` takes at most 3 s longer
+than `sky launch`; a second `sync`, with one changed file of 10,000, takes at most 1.5 times as long
+as plain rsync; `pull` of 1 GB has at least 90% of plain rsync's speed; a log line appears within
+2 s.
 """
 
 import argparse
@@ -25,8 +26,8 @@ from bench.report import Table, machine, write_report  # noqa: E402
 LAB = Path("/tmp/art-slurm-lab")
 CLONE = LAB / "home/artdev/art-cluster"
 PORTS = 17899, 17900
-# Answers `/health` on both ports from the first second: what is timed is the launch alone. It has
-# an `autostop` as every task of ours, which takes SkyPilot a request more.
+# Answers `/health` on both ports at once, so that only the launch is timed. Like all our tasks it
+# has an `autostop`, which costs SkyPilot one more request.
 TASK = f"""
 name: bench
 workdir: bench-work
@@ -58,7 +59,7 @@ def laptop(command: str) -> str:
 
 
 def seconds(command: str, then: Callable[[], None] = lambda: None) -> float:
-    """How long a command of the laptop takes, and what has to come after it."""
+    """Seconds that a command on the laptop takes, including `then`."""
     started = time.monotonic()
     laptop(command)
     then()
@@ -80,7 +81,7 @@ def down() -> None:
 
 
 def first_line(command: str) -> float:
-    """Seconds until `command` prints a log; `sky logs` says before that it will."""
+    """Seconds until `command` prints the first log line, after SkyPilot's own messages."""
     started = time.monotonic()
     with subprocess.Popen(
         [LAB / "as-dev", command],
@@ -94,12 +95,12 @@ def first_line(command: str) -> float:
         if not any("Waiting for task resources" in line for line in lines):
             raise SystemExit(f"{command} showed no log")
         seen = time.monotonic() - started
-        list(lines)  # to its end: SkyPilot takes a closed pipe for a lost connection
+        list(lines)  # read to the end: SkyPilot treats a closed pipe as a lost connection
         return seen
 
 
 def line_delays() -> list[float]:
-    """Seconds from when a run writes a line to when `logs` shows it; all of one machine's clock."""
+    """Seconds from a run writing a line to `logs` showing it, by the clock of one machine."""
     run_id = laptop(f".venv/bin/launcher run -c bench '{TICK}'").strip()
     command = f".venv/bin/launcher logs {run_id} -c bench"
     delays = []
@@ -111,11 +112,11 @@ def line_delays() -> list[float]:
             word = line.split()[-1] if line.split() else ""
             if word.replace(".", "").isdigit() and "." in word:
                 delays.append(time.time() - float(word))
-    return delays[2:]  # what was written before the follower came has waited for it
+    return delays[2:]  # the first lines were written before `logs` started
 
 
-class Told(Table):
-    """A table that is told as it grows: a launch takes a minute. The load is that of its minute."""
+class LiveTable(Table):
+    """A table that prints each row at once, because a launch takes a minute, with the load then."""
 
     def add(self, row: Sequence[str]) -> None:
         row = [*row, f"{os.getloadavg()[0]:.1f}"]
@@ -124,11 +125,12 @@ class Told(Table):
 
 
 def measure(rounds: int) -> Table:
-    table = Told(["what", "launcher", "plain", "goal", "load"])
+    table = LiveTable(["what", "launcher", "plain", "goal", "load"])
     launches: dict[str, list[float]] = {"launcher": [], "plain": []}
-    laptop(".venv/bin/sky launch -y --dryrun bench-task.yaml")  # SkyPilot's first one is slower
+    laptop(".venv/bin/sky launch -y --dryrun bench-task.yaml")  # SkyPilot's first launch is slower
     for index in range(rounds):
-        # In turns, since whatever goes first warms the machine; the last one stays for the rest.
+        # Take turns, since the first one warms up the machine. The last cluster stays up for the
+        # rest.
         for who in ("launcher", "plain") if (rounds - index) % 2 == 0 else ("plain", "launcher"):
             down()
             if who == "plain":
@@ -166,12 +168,12 @@ def measure(rounds: int) -> Table:
         laptop("rm -rf plain-home")
         pulls["launcher"].append(seconds(".venv/bin/launcher pull -c bench --to home"))
     row = statistics.median(pulls["launcher"]), statistics.median(pulls["plain"])
-    goal = f"{row[1] / row[0]:.0%} of its speed; 90% or more"
+    goal = f"{row[1] / row[0]:.0%} of its speed; at least 90%"
     table.add(["pull of 1.05 GB, verified", f"{row[0]:.1f} s", f"{row[1]:.1f} s", goal])
 
     delays = line_delays()
-    told = f"{statistics.median(delays):.2f} s, at most {max(delays):.2f} s"
-    table.add(["a line of a followed run is seen after", told, "", "within 2 s"])
+    delay = f"{statistics.median(delays):.2f} s, at most {max(delays):.2f} s"
+    table.add(["delay of a line in a followed log", delay, "", "within 2 s"])
     for what, ours, plain in (
         ("the newest run", "logs", "logs bench"),
         ("the server", "logs server", "logs bench 1"),
@@ -182,7 +184,7 @@ def measure(rounds: int) -> Table:
             ),
             statistics.median(first_line(f".venv/bin/sky {plain} --no-follow") for _ in range(3)),
         )
-        first = f"first line of {what}, from the prompt"
+        first = f"first log line of {what}"
         table.add([first, f"{row[0]:.1f} s", f"{row[1]:.1f} s", "within 2 s"])
     return table
 
@@ -191,7 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--write", action="store_true", help="write bench/results/launcher.md")
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     load = os.getloadavg()[0]
     script = ROOT / "tests/lab/slurm.sh"
     try:
@@ -205,12 +207,12 @@ def main() -> None:
         (CLONE / ".env").write_text(f"ART_PORT={PORTS[0]}\nART_OPENAI_PORT={PORTS[1]}\n")
         subprocess.run(["chown", "-R", "artdev:", CLONE], check=True)
         laptop("scripts/install && .venv/bin/sky check slurm")
-        table = measure(asked.rounds)
+        table = measure(arguments.rounds)
     finally:
         subprocess.run([script, "down"], check=True)
     print(f"\n{table}\n\n{machine(load, ('skypilot', 'fabric'))}")
-    if asked.write:
-        what = "`launcher` beside what it stands on, over a Slurm cluster of one machine; medians"
+    if arguments.write:
+        what = "`launcher` compared with plain tools, on a Slurm cluster of one machine; medians"
         write_report("launcher", what, table, load, packages=("skypilot", "fabric"))
 
 

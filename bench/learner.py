@@ -1,17 +1,17 @@
-"""The learner against transformers + peft: the same model, tokens, LoRA and loss, on this CPU.
+"""Compares the learner with transformers + peft: same model, tokens, LoRA and loss, on this CPU.
 
     python bench/learner.py --cpu [--model NAME] [--repeats N]
     python bench/learner.py --cuda [--peft-path DIR]        the table of `bench/learner_cuda.py`
 
-Each stack runs in its own process and environment (peft refuses the torchao that TorchTune needs;
-`scripts/parity` makes the other environment). A measurement is the forward and backward pass of
-one batch, in CPU seconds of one thread; the stacks take turns, and the best of N turns counts:
-other load on the machine then counts least. Both stacks compute in bfloat16, apply the head only
-to the tokens whose logprob is asked for, and train a LoRA of rank 8 on all linear layers.
+Each stack runs in its own process and environment, because peft rejects the torchao that TorchTune
+needs; `scripts/parity` creates the other environment. A measurement is the forward and backward
+pass of one batch, in CPU seconds of one thread. The stacks take turns, and the best of N turns
+counts, which reduces the effect of other load. Both stacks compute in bfloat16, apply the head only
+to the tokens whose logprob is needed, and train a LoRA of rank 8 on all linear layers.
 
 Scenarios:
   dense    8 sequences of 256 tokens, 60 of them chosen: nothing to share
-  groups   16 completions of 60 tokens of one 500-token prompt: one group
+  groups   16 completions of 60 tokens for one 500-token prompt: one group
 """
 
 import argparse
@@ -29,12 +29,12 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RANK, ALPHA = 8, 16
 SCENARIOS = ("dense", "groups")
-TARGETS = {"dense": 1.1, "groups": 2.5}  # least speed against transformers + peft
-MICRO_BATCH = {"dense": 8, "groups": 4}  # sequences at once in transformers, its fastest here
+TARGETS = {"dense": 1.1, "groups": 2.5}  # minimum speed relative to transformers + peft
+MICRO_BATCH = {"dense": 8, "groups": 4}  # sequences per batch of transformers, its fastest here
 
 
 def sequences(scenario: str) -> tuple[list[list[int]], int]:
-    """Token ids, and where the chosen ones start."""
+    """Token ids of each sequence, and the position where the chosen tokens start."""
     draw = random.Random(0)
 
     def text(length: int) -> list[int]:
@@ -94,7 +94,7 @@ def theirs(model: str, scenario: str) -> Callable[[], None]:
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     lora = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=names)
-    # In bfloat16 the LoRA is faster than in peft's default, fp32.
+    # A bfloat16 LoRA is faster than peft's default, fp32.
     policy = get_peft_model(base, lora, autocast_adapter_dtype=False)
     given, start = sequences(scenario)
     tokens = torch.tensor(given)
@@ -110,7 +110,7 @@ def theirs(model: str, scenario: str) -> Callable[[], None]:
 
 
 def measure(step: Callable[[], None]) -> None:
-    """A step and its figures for every line that comes, so that the stacks can take turns."""
+    """Run one step per line on stdin and print its figures, so that the stacks can take turns."""
     import torch
 
     torch.set_num_threads(1)
@@ -145,7 +145,7 @@ class Stack:
 
 
 def run(pythons: dict[str, str], model: str, scenario: str, repeats: int) -> dict[str, Any]:
-    """The best step of each stack, and its peak memory. They take turns, on a machine with load."""
+    """The best step of each stack and its peak memory. Stacks take turns, to share other load."""
     stacks = {name: Stack(python, name, model, scenario) for name, python in pythons.items()}
     rounds = [{name: stack.step() for name, stack in stacks.items()} for _ in range(repeats)]
     for stack in stacks.values():
@@ -195,7 +195,7 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="compare both stacks on this CPU")
     parser.add_argument("--cuda", action="store_true", help="compare both stacks on this GPU")
     parser.add_argument("--peft-path", default="", help="PYTHONPATH of a peft without torchao")
-    parser.add_argument("--cases", help="with --cuda: only these, by name, with commas between")
+    parser.add_argument("--cases", help="with --cuda: only these cases, separated by commas")
     parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--stack", choices=["ours", "theirs"], help=argparse.SUPPRESS)
@@ -213,7 +213,7 @@ def main() -> None:
 
         run_all(arguments.peft_path, (arguments.cases or ",".join(CASES)).split(","))
     else:
-        parser.error("say what to measure: `--cpu` or `--cuda`")
+        parser.error("choose `--cpu` or `--cuda`")
 
 
 if __name__ == "__main__":

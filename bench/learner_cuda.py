@@ -1,7 +1,7 @@
-"""The learner on a CUDA card against transformers + peft: forward and backward, one process each.
+"""Compares the learner on a CUDA GPU with transformers + peft: one forward and backward pass.
 
-`python bench/learner.py --cuda` runs every case below in a process of its own, so that no stack
-inherits the other's memory, and writes the table to `bench/results/`.
+`python bench/learner.py --cuda` runs every case and stack in a separate process, so that neither
+stack affects the other's memory, and writes the table to `bench/results/`.
 """
 
 import gc
@@ -40,15 +40,15 @@ class Case:
     prompt: int
     completion: int
     micro: int = 0
-    """Sequences in one forward pass of the baseline; 0 is all."""
+    """Sequences in one forward pass of the baseline; 0 means all."""
     limit_gib: float | None = None
-    """Memory our learner may use; None is all there is."""
+    """Memory that our learner may use; None means all."""
     fp8: bool = False
-    """Whether our learner holds the frozen weights in fp8."""
+    """Whether our learner stores the frozen weights in fp8."""
 
     @property
     def tokens(self) -> int:
-        """Unshared tokens: what the same work is without sharing."""
+        """The number of tokens without sharing."""
         return self.groups * self.size * (self.prompt + self.completion)
 
 
@@ -64,7 +64,7 @@ CASES = {
 
 
 def measure(step: Callable[[], Any], *, warm: int = 3, repeats: int = 7) -> dict[str, float]:
-    """Median seconds of a step among others, as rows follow each other, and the peak memory."""
+    """The median, in seconds, and the spread of consecutive steps, and their peak memory."""
     for _ in range(warm):
         step()
     torch.cuda.synchronize()
@@ -92,7 +92,7 @@ def matmul_ceiling(size: int = 8192) -> float:
 
 
 def matmul_parameters(config: Config) -> int:
-    """Weights that are multiplied with every token, the head included."""
+    """Number of weights that are multiplied with every token, including the head."""
     dim, ffn, heads = config["hidden_size"], config["intermediate_size"], config
     head_dim = config.get("head_dim") or dim // heads["num_attention_heads"]
     q, kv = heads["num_attention_heads"] * head_dim, heads["num_key_value_heads"] * head_dim
@@ -101,7 +101,7 @@ def matmul_parameters(config: Config) -> int:
 
 
 def ours(case: Case, *, limit_gib: float | None = None) -> Json:
-    """Our learner's forward and backward pass over the case's packed row."""
+    """Measure our learner's forward and backward pass over the case's packed row."""
     device = torch.device("cuda")
     limit = None if limit_gib is None else int(limit_gib * GIB)
     policy = random_policy(case.config, case.rank, device, limit=limit, fp8=case.fp8)
@@ -121,7 +121,7 @@ def ours(case: Case, *, limit_gib: float | None = None) -> Json:
 
 
 def in_process(arguments: list[str], environment: dict[str, str]) -> Json:
-    """What another Python prints last, as JSON; its error where it fails."""
+    """Run another Python and return the JSON of its last line, or its error if it fails."""
     done = subprocess.run(
         [sys.executable, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True
     )
@@ -132,8 +132,8 @@ def in_process(arguments: list[str], environment: dict[str, str]) -> Json:
 
 
 def baseline(case: Case, peft_path: str) -> Json:
-    """transformers + peft on the case: without checkpointing if that fits, as is fastest."""
-    about = {
+    """Measure transformers + peft, without checkpointing if that fits, because it is fastest."""
+    description = {
         "config": case.config,
         "rank": case.rank,
         "sequences": case.groups * case.size,
@@ -142,7 +142,7 @@ def baseline(case: Case, peft_path: str) -> Json:
         "micro": case.micro,
     }
     environment = {**os.environ, "PYTHONPATH": peft_path}
-    arguments = ["bench/baseline_peft.py", json.dumps(about)]
+    arguments = ["bench/baseline_peft.py", json.dumps(description)]
     found = in_process(arguments, environment)
     if "error" in found:
         found = in_process([*arguments, "--checkpointing"], environment) | {"checkpointing": True}
@@ -150,7 +150,7 @@ def baseline(case: Case, peft_path: str) -> Json:
 
 
 def run_all(peft_path: str, wanted: list[str]) -> None:
-    """Every case in processes of its own; the table goes to `bench/results/`."""
+    """Run every case in separate processes and write the table to `bench/results/`."""
     ceiling = matmul_ceiling()
     torch.cuda.empty_cache()
     heads = ["work, forward + backward", "transformers + peft", "GiB", "ours", "GiB"]
@@ -164,11 +164,12 @@ def run_all(peft_path: str, wanted: list[str]) -> None:
         table.add(cells(case, mine, theirs, ceiling))
     print(table)
     about = (
-        "The learner's forward and backward pass in bf16, LoRA on every linear layer, against "
-        "transformers + peft (sdpa, no checkpointing where that fits; `*`: with it), both in this "
-        "run. Tokens a second are counted without sharing. The ceiling is 4 FLOP for each weight "
-        f"that is multiplied and token read, at {ceiling:.0f} TFLOP/s, a bf16 product of 8,192 "
-        "cubed in this run; attention is not counted"
+        "The learner's forward and backward pass in bf16, with a LoRA on every linear layer, "
+        "compared with transformers + peft (sdpa, without checkpointing where that fits; `*`: with "
+        "it), both measured in this run. Tokens per second are counted without sharing. The "
+        "ceiling is 4 FLOP per multiplied weight and token read, at "
+        f"{ceiling:.0f} TFLOP/s, the speed of a bf16 product of 8,192 cubed in this run. Attention "
+        "is not counted"
     )
     name = torch.cuda.get_device_name()
     packages = ("torch", "triton", "torchtune", "transformers")

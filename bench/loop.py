@@ -1,10 +1,10 @@
-"""How busy the harness keeps the backend: the share of wall time in sampling and training.
+"""Measures how busy the harness keeps the backend: the share of time in sampling and training.
 
     trainer serve --base-model HuggingFaceTB/SmolLM2-135M-Instruct &
     python bench/loop.py [--epochs 4] [--port 7999] [--openai-port 8000] [--base-model NAME]
-    python bench/loop.py --cuda      a 7B shape on this GPU, served and trained; writes its table
+    python bench/loop.py --cuda      serves and trains a 7B shape on this GPU; writes its table
 
-The target is 90 % and more. What is left is the harness's own: scoring, files, the plot.
+The target is at least 90 %. The rest is the harness's own work: scoring, files, the plot.
 """
 
 import argparse
@@ -32,18 +32,18 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=7999)
     parser.add_argument("--openai-port", type=int, default=8000)
     parser.add_argument("--base-model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
-    parser.add_argument("--cuda", action="store_true", help="scripts/gpu-smoke 7b, and its report")
-    asked = parser.parse_args()
-    if asked.cuda:
+    parser.add_argument("--cuda", action="store_true", help="report on `scripts/gpu-smoke 7b`")
+    arguments = parser.parse_args()
+    if arguments.cuda:
         return on_gpu()
     with tempfile.TemporaryDirectory() as output:
         settings = {
-            "llms.policy.base_url": f"http://127.0.0.1:{asked.openai_port}/v1",
+            "llms.policy.base_url": f"http://127.0.0.1:{arguments.openai_port}/v1",
             "llms.policy.model_name": "bench-loop",
             "trainer_adapters.backend.backend.name": "bench-loop",
-            "trainer_adapters.backend.backend.port": str(asked.port),
-            "trainer_adapters.backend.backend.base_model": asked.base_model,
-            "finetuning.num_epochs": str(asked.epochs),
+            "trainer_adapters.backend.backend.port": str(arguments.port),
+            "trainer_adapters.backend.backend.base_model": arguments.base_model,
+            "finetuning.num_epochs": str(arguments.epochs),
             "finetuning.output_dir": output,
             "eval.general.output_dir": f"{output}/runs",
         }

@@ -1,10 +1,10 @@
-"""Where the time of a step goes on a GPU: sample, train, load, and the rest, with random rewards.
+"""Measures the parts of a step on a GPU: sampling, training, loading, the rest; random rewards.
 
     trainer serve --engine vllm --base-model DIR &
     python bench/loop_cuda.py --base-model DIR [--groups 16] [--size 16] [--tokens 512]
 
 Each step samples `groups` groups over the OpenAI API, rewards them at random and trains on them
-over ART's protocol: the way of any agent, with nothing of the agent in it.
+over ART's protocol, as an agent does, but without an agent's own work.
 """
 
 import argparse
@@ -21,17 +21,17 @@ from kit.types import Json
 WORDS = ("north", "east", "river", "stone", "candle", "winter", "letter", "garden", "silver")
 
 
-async def group(client: httpx.AsyncClient, asked: argparse.Namespace, name: str) -> Json:
-    """A group of completions to one prompt, rewarded at random."""
-    text = " ".join(random.choice(WORDS) for _ in range(asked.prompt))
+async def group(client: httpx.AsyncClient, arguments: argparse.Namespace, name: str) -> Json:
+    """A group of completions of one prompt, with random rewards."""
+    text = " ".join(random.choice(WORDS) for _ in range(arguments.prompt))
     message = {"role": "user", "content": text}
     answer = await client.post(
-        f"http://127.0.0.1:{asked.openai_port}/v1/chat/completions",
+        f"http://127.0.0.1:{arguments.openai_port}/v1/chat/completions",
         json={
             "model": name,
             "messages": [message],
-            "n": asked.size,
-            "max_tokens": asked.tokens,
+            "n": arguments.size,
+            "max_tokens": arguments.tokens,
             "temperature": 1.0,
             "logprobs": True,
         },
@@ -45,30 +45,30 @@ async def group(client: httpx.AsyncClient, asked: argparse.Namespace, name: str)
     }
 
 
-async def train(client: httpx.AsyncClient, asked: argparse.Namespace, model: Json) -> Json:
-    """One step: its own times, and the server's row about it."""
+async def train(client: httpx.AsyncClient, arguments: argparse.Namespace, model: Json) -> Json:
+    """Run one step and return its times and the server's row of metrics."""
     started = time.monotonic()
     groups = await asyncio.gather(
-        *(group(client, asked, model["name"]) for _ in range(asked.groups))
+        *(group(client, arguments, model["name"]) for _ in range(arguments.groups))
     )
     sampled = time.monotonic()
     body = {
         "model": model,
         "trajectory_groups": groups,
         "config": {"learning_rate": 1e-5},
-        "dev_config": {"packed_sequence_length": asked.row},
+        "dev_config": {"packed_sequence_length": arguments.row},
     }
-    text = json.dumps(body)  # megabytes: the client's own time, not the server's
+    text = json.dumps(body)  # megabytes, timed separately: the client's time, not the server's
     written = time.monotonic()
     answer = await client.post(
-        f"http://127.0.0.1:{asked.port}/_train_model",
+        f"http://127.0.0.1:{arguments.port}/_train_model",
         content=text,
         headers={"content-type": "application/json"},
     )
     if answer.status_code != 200:
         raise SystemExit(answer.text)
     done = time.monotonic()
-    path = Path(asked.state_dir, model["project"], "models", model["name"], "history.jsonl")
+    path = Path(arguments.state_dir, model["project"], "models", model["name"], "history.jsonl")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     row = [row for row in rows if "time/step_s" in row][-1]  # not the canary's
     times = {"sample_s": sampled - started, "write_s": written - sampled}
@@ -81,22 +81,22 @@ async def main() -> None:
     parser.add_argument("--state-dir", default=".art")
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--size", type=int, default=16)
-    parser.add_argument("--prompt", type=int, default=400, help="words of a prompt")
+    parser.add_argument("--prompt", type=int, default=400, help="words in a prompt")
     parser.add_argument("--tokens", type=int, default=512)
-    parser.add_argument("--row", type=int, default=8192, help="tokens of a packed row")
+    parser.add_argument("--row", type=int, default=8192, help="tokens in a packed row")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--port", type=int, default=7999)
     parser.add_argument("--openai-port", type=int, default=8000)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     model = {
         "name": "loop",
         "project": "bench",
-        "base_model": asked.base_model,
+        "base_model": arguments.base_model,
         "trainable": True,
     }
     limits = httpx.Timeout(900)
     async with httpx.AsyncClient(timeout=limits) as client:
-        control = f"http://127.0.0.1:{asked.port}"
+        control = f"http://127.0.0.1:{arguments.port}"
         for route, body in (
             ("register", model),
             ("_prepare_backend_for_training", {"model": model, "config": {}}),
@@ -104,8 +104,8 @@ async def main() -> None:
             answer = await client.post(f"{control}/{route}", json=body)
             if answer.status_code != 200:
                 raise SystemExit(answer.text)
-        for _ in range(asked.steps):
-            print(json.dumps(await train(client, asked, model)), flush=True)
+        for _ in range(arguments.steps):
+            print(json.dumps(await train(client, arguments, model)), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A model directory of a given shape with random weights, for timing an engine and a learner.
+"""Creates a model directory of a given shape with random weights, for timing engine and learner.
 
     python bench/random_model.py 7b TOKENIZER_DIR OUT_DIR
 
-The tokenizer is another model's: what is sampled from random weights means nothing anyway.
+The tokenizer may be any model's, because text sampled from random weights has no meaning.
 """
 
 import argparse
@@ -27,19 +27,19 @@ def main() -> None:
     parser.add_argument("shape", choices=sorted(SHAPES))
     parser.add_argument("tokenizer", type=Path)
     parser.add_argument("out", type=Path)
-    asked = parser.parse_args()
-    asked.out.mkdir(parents=True)
-    for path in asked.tokenizer.glob("tokenizer*"):
-        shutil.copy(path, asked.out)
-    eos = json.loads((asked.tokenizer / "config.json").read_text())["eos_token_id"]
-    config = {**SHAPES[asked.shape], "eos_token_id": eos, "hidden_act": "silu"}
-    (asked.out / "config.json").write_text(json.dumps(config, indent=2))
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True)
+    for path in arguments.tokenizer.glob("tokenizer*"):
+        shutil.copy(path, arguments.out)
+    eos = json.loads((arguments.tokenizer / "config.json").read_text())["eos_token_id"]
+    config = {**SHAPES[arguments.shape], "eos_token_id": eos, "hidden_act": "silu"}
+    (arguments.out / "config.json").write_text(json.dumps(config, indent=2))
     policy = random_policy(config, 8, torch.device("cuda"), compiled=False)
     names, parameters = hugging_face_names(policy), dict(policy.named_parameters())
     for shard in range(8):
         mine = list(names)[shard::8]
         tensors = {names[name]: parameters[name].detach().bfloat16().cpu() for name in mine}
-        save_file(tensors, asked.out / f"model-{shard}.safetensors", metadata={"format": "pt"})
+        save_file(tensors, arguments.out / f"model-{shard}.safetensors", metadata={"format": "pt"})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tables of benchmarks, and where they were measured."""
+"""Formats benchmark results as tables, with a description of the machine."""
 
 import datetime
 import importlib.metadata
@@ -12,7 +12,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class Table:
-    """A Markdown table whose columns line up."""
+    """A Markdown table with aligned columns."""
 
     def __init__(self, heads: Sequence[str]) -> None:
         self._rows = [list(heads)]
@@ -36,7 +36,7 @@ SERVER = ("torch", "fastapi", "uvicorn")
 
 
 def machine(load: float, packages: Sequence[str] = SERVER) -> str:
-    """The machine, its load before the run, the versions and the day, in one line."""
+    """One line with the machine, its load before the run, package versions and the date."""
     found = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
     versions = ", ".join(f"{name} {version(name)}" for name in packages)
     return (
@@ -47,11 +47,11 @@ def machine(load: float, packages: Sequence[str] = SERVER) -> str:
 
 
 def version(package: str) -> str:
-    """Of an installed package; vLLM may be in an environment of its own."""
+    """The version of an installed package. vLLM may be in another environment."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "of elsewhere"
+        return "from another environment"
 
 
 def write_report(

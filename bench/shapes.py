@@ -1,4 +1,4 @@
-"""Shapes and rows the GPU benchmarks run: random weights, and token counts that are stated."""
+"""Model shapes, random policies and random rows for the GPU benchmarks."""
 
 import random
 from typing import Any
@@ -57,9 +57,9 @@ def random_policy(
     limit: int | None = None,
     fp8: bool = False,
 ) -> Policy:
-    """A policy of that shape in bf16 with random weights, and a LoRA that is not zero.
+    """A policy of the given shape in bf16 with random weights and a non-zero LoRA.
 
-    With a `limit` it keeps its memory within so many bytes.
+    With `limit` it uses at most that many bytes of memory.
     """
     architecture = parse_architecture(config)
     lora = LoraConfig(rank=rank, alpha=2.0 * rank)
@@ -91,7 +91,7 @@ def random_policy(
 def random_row(
     groups: int, size: int, prompt: int, completion: int, device: torch.device, seed: int = 0
 ) -> Row:
-    """One packed row: `size` completions to each of `groups` prompts, every shared prompt once."""
+    """One packed row: `size` completions of each of `groups` prompts, each prompt stored once."""
     chance = random.Random(seed)
     samples = []
     for group in range(groups):
@@ -114,5 +114,5 @@ def random_row(
 
 
 def weighted_loss(logprobs: Tensor) -> Tensor:
-    """A loss whose gradient is not the same for every token."""
+    """A loss with a different gradient for every token."""
     return (logprobs * torch.linspace(-1, 1, len(logprobs), device=logprobs.device)).mean()

@@ -1,4 +1,7 @@
-"""The table of a run of `scripts/gpu-smoke`: where each step's time went, and the mismatch."""
+"""Prints the table of a `scripts/gpu-smoke` run: the time of each step's parts, and the gap.
+
+The gap is the difference between the engine's and the learner's logprobs.
+"""
 
 import json
 import statistics
@@ -19,10 +22,10 @@ def rows_of(path: Path) -> list[dict[str, float]]:
 
 def main() -> None:
     out = Path(sys.argv[1])
-    # The run's history has rows of validation and of the harness too.
+    # The run's history also has rows from validation and from the harness.
     history = rows_of(out / "history.jsonl")
     steps = [row for row in history if "time/step_s" in row]
-    # Sampling is timed by who samples: the harness or the benchmark's loop.
+    # Sampling is timed by its caller: the harness or the benchmark's loop.
     outside = rows_of(out / "training_metrics.jsonl") or rows_of(out / "steps.jsonl")
     times = [f"{name} s" for name in ("sample", "request", *TIMES, "other")]
     heads = ["step", "reward", *times, "overhead", "gap"]
@@ -31,9 +34,9 @@ def main() -> None:
         sample = their.get("time/sample_s", their.get("sample_s", float("nan")))
         call = their.get("time/train_s", their.get("train_call_s", float("nan")))
         parts = [row.get(f"time/{name}_s", 0.0) for name in TIMES]
-        request = call - row["time/step_s"]  # received, parsed, matched and journaled
+        request = call - row["time/step_s"]  # to receive, parse, match and journal the request
         cells = [sample, request, *parts, row["time/step_s"] - sum(parts)]
-        overhead = call - row.get("time/gradient_s", 0.0)  # beside sampling and gradients
+        overhead = call - row.get("time/gradient_s", 0.0)  # all but sampling and gradients
         table.add(
             [
                 f"{row['step']:.0f}",
@@ -47,8 +50,9 @@ def main() -> None:
     gaps = [row["loss/sampler_gap"] for row in steps if "loss/sampler_gap" in row]
     checks = [row[CANARY] for row in history if CANARY in row]
     if gaps:
-        print(f"\nEngine against learner, mean absolute logprob: {statistics.mean(gaps):.4f} on")
-        print(f"what was trained, {statistics.mean(checks):.4f} on the canary's prompt.")
+        print("\nMean absolute difference between the engine's and the learner's logprobs:")
+        trained, canary = statistics.mean(gaps), statistics.mean(checks)
+        print(f"{trained:.4f} on trained tokens, {canary:.4f} on the canary's prompt.")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tokens a second of `transformers.generate`, in its own environment (see engine.py)."""
+"""Measures tokens per second of `transformers.generate`, in its own environment (see engine.py)."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ with torch.inference_mode():
     model.generate(
         prompts, attention_mask=mask, **{**settings, "min_new_tokens": 2, "max_new_tokens": 2}
     )
-    for _ in sys.stdin:  # one run a line, so that stacks can take turns
+    for _ in sys.stdin:  # one run per line, so that stacks can take turns
         start = time.perf_counter()
         out = model.generate(prompts, attention_mask=mask, **settings)
         took = time.perf_counter() - start

@@ -1,7 +1,7 @@
-"""The errors of the GPU's kernels against their plain formulas, as JSON: `name -> relative error`.
+"""Prints the errors of the GPU kernels relative to their plain formulas, as JSON: `name -> error`.
 
-Run by `test_kernels.py` in an environment that has Triton, with its interpreter: in fp32, where
-what is left is the order of sums.
+`test_kernels.py` runs it with Triton's interpreter, in an environment that has Triton. In fp32 only
+the order of sums makes a difference.
 """
 
 import json
@@ -47,7 +47,7 @@ def heads() -> dict[str, float]:
 
 
 def mlp() -> dict[str, float]:
-    """The whole MLP with frozen weights as they are, and in fp8, whose product is emulated."""
+    """The whole MLP with frozen weights in fp32, and in fp8 with an emulated product."""
     lora_swiglu.CHUNKS = {"forward": 2, "backward": 2}
     x, a = draw(TOKENS, DIM), draw(2 * RANK, DIM, scale=0.1)
     gate_b, up_b, down_a = (draw(RANK, INNER, scale=0.2) for _ in range(3))
@@ -72,10 +72,10 @@ def mlp() -> dict[str, float]:
     return errors
 
 
-def emulated(x: Tensor, own: Tensor, weight: Tensor, scales: Tensor, _: torch.dtype) -> Tensor:
-    """A CPU has no product of scaled fp8. What is given must fit it, and not be lost in it."""
+def emulated(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, _: torch.dtype) -> Tensor:
+    """A scaled fp8 product, which a CPU lacks. Inputs must neither overflow nor vanish in fp8."""
     assert not x.float().isnan().any() and (x.float().abs().amax() > 0.5)
-    return (x.float() * own) @ (weight.float() * scales.t()).t()
+    return (x.float() * x_scales) @ (weight.float() * scales.t()).t()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What transformers and peft compute, for `test_parity.py`, in the environment of scripts/parity.
+"""Logits from transformers and peft for `test_parity.py`, run in the environment of scripts/parity.
 
-parity_reference.py models DIRECTORY      make random models of every family, with their logits
+parity_reference.py models DIRECTORY      create random models of every family, with their logits
 parity_reference.py adapters DIRECTORY    logits of every model with a LoRA, and of its export
 """
 
@@ -65,7 +65,7 @@ def make_models(directory: Path) -> None:
     for name, (model_class, config_class, settings) in FAMILIES.items():
         model = model_class(config_class(**{**SMALL, **settings}))
         for parameter in model.parameters():
-            if parameter.ndim == 1:  # norms and biases start constant, and would prove nothing
+            if parameter.ndim == 1:  # norms and biases start constant, which would test nothing
                 torch.nn.init.normal_(parameter, mean=0.5, std=0.5)
         model.save_pretrained(directory / name)
         save_file({"logits": logits(model, tokens(320))}, directory / name / "expected.bin")

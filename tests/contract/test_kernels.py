@@ -1,4 +1,4 @@
-"""The GPU's kernels on a machine without one: Triton's interpreter runs them as they are."""
+"""The GPU kernels on a machine without a GPU: Triton's interpreter runs them unchanged."""
 
 import json
 import os
@@ -8,20 +8,20 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_kernels_compute_what_their_formulas_do() -> None:
+def test_kernels_compute_their_plain_formulas() -> None:
     python = subprocess.run(
         [ROOT / "scripts" / "parity"], check=True, stdout=subprocess.PIPE, text=True
     ).stdout.strip()
-    told = subprocess.run(
+    output = subprocess.run(
         [python, Path(__file__).with_name("kernels_reference.py")],
         check=True,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
     ).stdout
-    errors = json.loads(told.splitlines()[-1])
+    errors = json.loads(output.splitlines()[-1])
     assert len(errors) == 19
     for name, error in errors.items():
-        # fp8 has three bits of mantissa: a product of what is rounded so errs by some percent. The
-        # interpreter's own rounding to it is coarser than a card's.
+        # fp8 has three bits of mantissa, so its products are off by a few percent. The interpreter
+        # rounds to fp8 more coarsely than a GPU does.
         assert error < (0.1 if name.startswith("fp8") else 1e-5), name

@@ -1,4 +1,4 @@
-"""Our model, its LoRA and its export against transformers and peft, in fp32 on CPU."""
+"""Our model, its LoRA and its export compared with transformers and peft, in fp32 on CPU."""
 
 import json
 import os
@@ -41,9 +41,9 @@ def run_reference(command: str, directory: Path) -> None:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory, art_cache: str) -> dict[str, Path]:
-    """Directory of each model; each of transformers' own random ones has its expected logits."""
+    """The directory of each model. Those that transformers creates contain expected logits."""
     directory = tmp_path_factory.mktemp("models")
-    # Tests are isolated function by function, so a module fixture names the cache itself.
+    # Tests are isolated per function, so a module's fixture must set the cache itself.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ART_CACHE", art_cache)
         smollm2 = resolve(SMOLLM2)
@@ -65,7 +65,7 @@ def with_lora(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     for name, base in models.items():
         policy = load(base, LORA)
         generator = torch.Generator().manual_seed(1)
-        # 30 layers amplify rounding as they amplify a LoRA: a deep model gets a smaller one.
+        # Layers amplify rounding as well as the LoRA, so a deep model gets a smaller LoRA.
         size = 0.1 / policy.architecture.layers**0.5
         for parameter in lora_parameters(policy).values():
             parameter.data = torch.randn(parameter.shape, generator=generator) * size
@@ -105,7 +105,7 @@ def logits(policy: Policy, given: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_transformers(
+def test_logits_equal_those_of_transformers(
     name: str, models: dict[str, Path], expected: Path
 ) -> None:
     theirs = load_file(expected / name / "expected.bin")["logits"]
@@ -131,7 +131,7 @@ def test_the_decoder_samples_from_the_logits_of_transformers(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_peft_computes_our_lora_as_we_do(
+def test_peft_gives_the_same_logits_with_our_lora(
     name: str, models: dict[str, Path], with_lora: Path
 ) -> None:
     ours = load_file(with_lora / name / "ours.bin")["logits"]
@@ -143,7 +143,7 @@ def test_peft_computes_our_lora_as_we_do(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_transformers_computes_the_merged_export_as_we_compute_the_lora(
+def test_transformers_gives_the_same_logits_with_the_merged_export(
     name: str, with_lora: Path
 ) -> None:
     ours = load_file(with_lora / name / "ours.bin")["logits"]
@@ -151,7 +151,7 @@ def test_transformers_computes_the_merged_export_as_we_compute_the_lora(
     torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)
 
 
-def test_an_export_is_loaded_by_us_too(with_lora: Path) -> None:
+def test_we_can_load_an_export(with_lora: Path) -> None:
     merged = with_lora / "qwen3" / "merged"
     assert json.loads((merged / "config.json").read_text())["torch_dtype"] == "float32"
     policy = load(merged, None)

@@ -31,7 +31,7 @@ def tree(prompt: int, completion: int, count: int) -> Row:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize(("prompt", "completion", "count"), [(300, 37, 5), (701, 64, 9)])
 def test_flex_attention_is_masked_softmax_attention(
     prompt: int, completion: int, count: int

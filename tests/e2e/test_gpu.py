@@ -1,7 +1,7 @@
-"""The learner on a CUDA card: what is packed, shared and compiled gives what each sequence gives.
+"""The learner on a CUDA GPU: packed, shared and compiled rows give the results of each sequence.
 
-Bounds are in bf16's own terms: the error against fp32 may not exceed that of plain bf16 layers on
-each sequence alone by more than half.
+Bounds are relative to bf16: the error compared with fp32 may exceed that of plain bf16 layers, on
+each sequence alone, by at most half.
 """
 
 import logging
@@ -22,8 +22,8 @@ from trainer.policy.model import Policy, assemble, init_lora
 logger = logging.getLogger(__name__)
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card"),
-    # torch's own: compiled code warns of what its next versions change.
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    # torch.compile emits deprecation warnings about torch itself.
     pytest.mark.filterwarnings("ignore"),
 ]
 SHAPE = {
@@ -35,13 +35,13 @@ SHAPE = {
     "num_key_value_heads": 2,
     "tie_word_embeddings": True,
 }
-# Heads of 128 go through FlashAttention 4 where it is installed, others through flex attention.
+# Heads of 128 use FlashAttention 4 where it is installed; others use flex attention.
 HEADS = {"llama": 128, "qwen2": 128, "qwen3": 64}
 Gradients = dict[str, Tensor]
 
 
 def policy_of(family: str, dtype: torch.dtype, *, compiled: bool, fp8: bool = False) -> Policy:
-    """The same random weights in whatever dtype."""
+    """A policy with the same random weights in any dtype."""
     device = torch.device("cuda")
     lora = LoraConfig(rank=8)
     shape = {**SHAPE, "head_dim": HEADS[family]}
@@ -54,7 +54,7 @@ def policy_of(family: str, dtype: torch.dtype, *, compiled: bool, fp8: bool = Fa
         parameter.data = parameter.data.to(
             device, torch.float32 if name.endswith(".scale") else dtype
         )
-    policy.tok_embeddings.weight.data *= 0.05  # logits of a real model's size, not of N(0, 512)
+    policy.tok_embeddings.weight.data *= 0.05  # for logits as in a real model, not of N(0, 512)
     policy.requires_grad_(False)
     init_lora(policy, 0, device=device)
     for name, parameter in policy.trainable().items():
@@ -70,7 +70,7 @@ def samples_of(seed: int, *, groups: int = 3, size: int = 6, longest: int = 120)
     found = []
     for group in range(groups):
         prompt = [chance.randrange(20_000) for _ in range(chance.randint(20, longest))]
-        # Half of a group forks a second time, as turns of a conversation do.
+        # Half of a group forks a second time, as in a conversation of several turns.
         turn = [chance.randrange(20_000) for _ in range(30)]
         for member in range(size):
             before = prompt + turn * (member % 2)
@@ -82,7 +82,7 @@ def samples_of(seed: int, *, groups: int = 3, size: int = 6, longest: int = 120)
 
 
 def logprobs_and_gradients(policy: Policy, rows: list[Row]) -> tuple[dict[int, Tensor], Gradients]:
-    """Logprobs by target's place in all samples, and the gradients of a weighted sum."""
+    """Logprobs by the target's number in all samples, and the gradients of a weighted sum."""
     parameters = policy.trainable()
     for parameter in parameters.values():
         parameter.grad = None
@@ -97,7 +97,7 @@ def logprobs_and_gradients(policy: Policy, rows: list[Row]) -> tuple[dict[int, T
 
 
 def of_row(policy: Policy, row: Row) -> Tensor:
-    """What is compared with is computed without any kernel: whole masks, plain layers."""
+    """Logprobs of a row. Plain policies, the reference, use no kernels and a full mask."""
     if policy.compiled:
         return row_logprobs(policy, row)[0]
     places = {"positions": row.positions[None], "predictors": row.predictors}
@@ -106,7 +106,7 @@ def of_row(policy: Policy, row: Row) -> Tensor:
 
 
 def named(samples: list[Sample]) -> list[Sample]:
-    """Number the tokens in `logprobs`, so that one is found again however it was packed."""
+    """Number the tokens in `logprobs`, so that they can be identified after packing."""
     at = 0
     for sample in samples:
         sample.logprobs = [float(at + index) for index in range(len(sample.ids))]
@@ -118,7 +118,7 @@ def named(samples: list[Sample]) -> list[Sample]:
 def errors(
     found: tuple[dict[int, Tensor], Gradients], exact: tuple[dict[int, Tensor], Gradients]
 ) -> tuple[float, float, float]:
-    """Mean and greatest error of the logprobs, and relative error of all gradients together."""
+    """Mean and largest error of the logprobs, and the relative error of all gradients together."""
     assert found[0].keys() == exact[0].keys()
     gaps = torch.stack([(found[0][key] - exact[0][key]).abs() for key in exact[0]])
     off = sum((found[1][n] - exact[1][n]).norm() ** 2 for n in exact[1]) ** 0.5
@@ -145,7 +145,7 @@ def test_packed_shared_and_compiled_is_as_exact_as_each_sequence_alone(
     assert all(mine <= 1.5 * other for mine, other in zip(ours, theirs, strict=True))
 
 
-def test_fp8_errs_as_its_rounding_does_and_no_more() -> None:
+def test_the_error_of_fp8_is_that_of_its_rounding() -> None:
     samples = named(samples_of(2))
     alone = [row for sample in samples for row in pack([sample], length=512)]
     packed = pack(samples, length=2048)
@@ -153,18 +153,18 @@ def test_fp8_errs_as_its_rounding_does_and_no_more() -> None:
     fp8 = policy_of("qwen2", torch.bfloat16, compiled=True, fp8=True)
     mean, greatest, gradient = errors(logprobs_and_gradients(fp8, packed), exact)
     logger.info("fp8: mean %s, greatest %s, gradient %s", mean, greatest, gradient)
-    # Three bits of mantissa: a product errs by 2.7 %, and there are seven a layer.
+    # With three bits of mantissa a product is off by 2.7 %, and a layer has seven products.
     assert mean < 0.1 and gradient < 0.15
 
 
-def test_fp32_on_the_gpu_is_the_cpu_path_to_rounding() -> None:
+def test_compiled_fp32_layers_equal_plain_ones_up_to_rounding() -> None:
     samples = named(samples_of(1))
     packed = pack(samples, length=2048)
     exact = logprobs_and_gradients(policy_of("qwen3", torch.float32, compiled=False), packed)
     compiled = logprobs_and_gradients(policy_of("qwen3", torch.float32, compiled=True), packed)
     mean, greatest, gradient = errors(compiled, exact)
     logger.info("fp32: mean %s, greatest %s, gradient %s", mean, greatest, gradient)
-    assert greatest < 2e-3 and gradient < 2e-3  # tf32 inside flex attention's products
+    assert greatest < 2e-3 and gradient < 2e-3  # flex attention computes products in tf32
 
 
 def test_nothing_is_compiled_after_the_third_step_of_varying_lengths() -> None:

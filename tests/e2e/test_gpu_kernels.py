@@ -1,4 +1,4 @@
-"""Each kernel on a CUDA card computes what its plain formula does, and so do its gradients."""
+"""Each kernel on a CUDA GPU computes its plain formula and the formula's gradients."""
 
 import random
 
@@ -15,7 +15,7 @@ from trainer.policy.tree_mask import tree_mask
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
     pytest.mark.filterwarnings("ignore"),
 ]
 
@@ -33,10 +33,10 @@ def off(found: Tensor, exact: Tensor) -> float:
 
 
 @pytest.mark.parametrize("rank", [4, 8, 16, 32, LARGEST_RANK])
-def test_swiglu_between_loras_is_the_formula(rank: int) -> None:
+def test_swiglu_between_loras_computes_the_formula(rank: int) -> None:
     from trainer.policy.kernels.lora_swiglu import lora_swiglu, lora_swiglu_backward
 
-    tokens, inner = 300, 1000  # no multiples of a tile
+    tokens, inner = 300, 1000  # not multiples of a tile
     gate_up, low = draw(tokens, 2 * inner, seed=1), draw(tokens, 2 * rank, seed=2)
     weights = [draw(rank, inner, seed=it, scale=0.1, dtype=torch.float32) for it in (3, 4, 5)]
     given = (gate_up, low, *weights)
@@ -56,12 +56,12 @@ def test_swiglu_between_loras_is_the_formula(rank: int) -> None:
     for name, a, b in zip(("gate_up", "low", "gate", "up", "down"), mine, theirs, strict=True):
         assert off(a, b) < 8e-3, name
     detached = [it.detach() for it in (*given, *slopes)]
-    scales = mine[0].float().abs().amax(dim=1) / 50  # of fp8's 448
+    scales = mine[0].float().abs().amax(dim=1) / 50  # fp8 reaches up to 448
     rounded = lora_swiglu_backward(*detached, scales)[0]
     assert off(rounded.float() * scales[:, None], mine[0]) < 3e-2
 
 
-def test_heads_are_split_and_turned_there_and_back() -> None:
+def test_heads_are_split_and_rotated_in_both_directions() -> None:
     from trainer.policy.kernels.split_heads import split_heads
 
     tokens, heads, kv_heads, size = 77, 6, 2, 64
@@ -84,9 +84,9 @@ def test_heads_are_split_and_turned_there_and_back() -> None:
 
 
 @pytest.mark.parametrize("kind", ["tree", "separate", "one"])
-def test_flash_attention_sees_what_the_tree_lets_it_see(kind: str) -> None:
+def test_flash_attention_follows_the_mask_of_the_tree(kind: str) -> None:
     if not tree_attention.available(torch.device("cuda")):
-        pytest.skip("needs a Hopper card and FlashAttention 4")
+        pytest.skip("needs a Hopper GPU and FlashAttention 4")
     chance = random.Random(0)
     count = 1 if kind == "one" else 9
     samples = []
@@ -113,4 +113,4 @@ def test_flash_attention_sees_what_the_tree_lets_it_see(kind: str) -> None:
     theirs = torch.autograd.grad(exact, wide, slope.float())
     for a, b in zip(mine, theirs, strict=True):
         assert off(a[:, :tokens], b) < 1.5e-2
-        assert not a[:, tokens:].any()  # padding is nobody's concern, and has none itself
+        assert not a[:, tokens:].any()  # padding has no gradient

@@ -1,6 +1,6 @@
-"""The learner learns: a toy reward rises on a random model, and one on a pretrained model.
+"""The learner learns: toy rewards rise on a random model and on a pretrained one.
 
-Sampling here is as plain as can be, without the engine's process, so that the learner is tested.
+Sampling is as simple as possible and needs no engine process, so that only the learner is tested.
 """
 
 import logging
@@ -34,7 +34,7 @@ def learner(base_model: str) -> Learner:
 def sample_group(
     one: Learner, prompt: str, reward: Reward, *, length: int, generator: torch.Generator
 ) -> dict[str, Any]:
-    """GROUP completions of `length` tokens, with their exact ids and logprobs, and rewards."""
+    """GROUP completions of `length` tokens with their exact ids, logprobs and rewards."""
     assert one.state is not None
     policy = one.state.policy
     decoder = Decoder(policy)
@@ -72,7 +72,7 @@ def learn(
     length: int = 12,
     seed: int = 1,
 ) -> list[float]:
-    """Mean reward of every step's samples, taken before that step is trained."""
+    """The mean reward of every step's samples, drawn before that step is trained."""
     lora = LoraConfig(seed=seed)
     config = GrpoConfig(
         learning_rate=learning_rate, max_grad_norm=1.0, grad_accumulation_sequences=16
@@ -88,7 +88,7 @@ def learn(
         rewards = [one["reward"] for group in groups for one in group["trajectories"]]
         means.append(sum(rewards) / len(rewards))
         first, *_ = one.train(at, groups, config, lora)
-        # What was sampled is what is trained on: the sampler's logprobs are the learner's.
+        # The learner trains on the sampled tokens, so its logprobs equal the sampler's.
         assert first["loss/sampler_gap"] < 0.1
     return means
 

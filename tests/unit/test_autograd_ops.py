@@ -1,4 +1,4 @@
-"""The written-out backward passes against autograd's, on the plain formulas."""
+"""The hand-written backward passes compared with autograd on the plain formulas."""
 
 from collections.abc import Callable
 
@@ -50,7 +50,7 @@ def test_values_and_gradients_are_those_of_the_plain_formula(
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     given = [torch.randn(shape, generator=generator) for shape in shapes]
-    if plain is plain_rotate:  # a rotation: the same angle in both halves of a head
+    if plain is plain_rotate:  # a rotation has the same angle in both halves of a head
         angle = given[1][..., :4].repeat(1, 1, 1, 2)
         given[1], given[2] = angle.cos(), angle.sin()
     for index in trained:

@@ -1,4 +1,4 @@
-"""The layers of a GPU compute what those of a CPU do: here without a gradient."""
+"""Compiled layers compute the same as plain ones (here on CPU, without gradients)."""
 
 import random
 from pathlib import Path
@@ -13,14 +13,14 @@ from trainer.learner.pack import Sample, pack
 from trainer.policy.compiled import CompiledLayers
 from trainer.policy.model import Policy, load_model, lora_state
 
-# torch's own: tracing imports modules that warn of their futures.
+# Tracing imports modules of torch that emit deprecation warnings.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture
 def policy() -> Policy:
     directory: Path = resolve("tiny-random")
-    # Not every layer has a LoRA: those that have none lie in the same product.
+    # Layers with and without a LoRA share a joined product.
     lora = LoraConfig(targets=("q_proj", "v_proj", "up_proj", "down_proj"))
     policy = load_model(directory, lora=lora, dtype=torch.float32, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""The loss against a slow, obvious reference written from the formulas, for every setting."""
+"""The loss compared with a slow, obvious reference written from the formulas, for every setting."""
 
 import math
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 from trainer.config import GrpoConfig
 from trainer.learner.grpo import LossInputs, grpo_loss, k3
 
-UNKNOWN = 3  # a token whose old and sampler logprobs are not known
+UNKNOWN = 3  # a token with unknown old and sampler logprobs
 
 
 def inputs(*, reference: bool = False) -> LossInputs:
@@ -36,7 +36,7 @@ def inputs(*, reference: bool = False) -> LossInputs:
 
 
 def slow_loss(given: LossInputs, config: GrpoConfig) -> Tensor:
-    """One token at a time, as the formulas read."""
+    """The formulas, applied to one token at a time."""
     low, high = config.clip_range
     n = len(given.logprobs)
     new = given.logprobs
@@ -153,7 +153,7 @@ def test_a_clipped_token_has_no_gradient_under_ppo() -> None:
     assert output.metrics["loss/clip_frac"] == 1
 
 
-def test_metrics_say_how_far_the_sampler_is_from_the_learner() -> None:
+def test_metrics_report_how_far_the_sampler_is_from_the_learner() -> None:
     given = inputs()
     metrics = grpo_loss(given, GrpoConfig()).metrics
     known = torch.arange(12) != UNKNOWN

@@ -1,4 +1,4 @@
-"""One train call after another on tiny-random: what changes, what must not, what is refused."""
+"""Consecutive train calls on tiny-random: their results, their checkpoints and their errors."""
 
 import errno
 import math
@@ -121,7 +121,7 @@ def test_a_run_resumed_after_step_3_is_bit_identical_to_an_unbroken_one(tmp_path
         assert files(tmp_path / "unbroken", step) == files(tmp_path / "broken", step)
 
 
-def test_a_checkpoint_with_the_optimizer_in_one_file_is_gone_on_from(tmp_path: Path) -> None:
+def test_a_run_continues_from_a_checkpoint_with_one_optimizer_file(tmp_path: Path) -> None:
     for run in ("new", "old"):
         train(learner(), tmp_path / run, groups(0))
     path = checkpoint.path_of(tmp_path / "old", 1)
@@ -138,7 +138,7 @@ def test_a_checkpoint_with_the_optimizer_in_one_file_is_gone_on_from(tmp_path: P
     assert files(tmp_path / "new", 2) == files(tmp_path / "old", 2)
 
 
-def test_only_files_that_the_manifest_vouches_for_are_read(tmp_path: Path) -> None:
+def test_only_files_in_the_manifest_are_read(tmp_path: Path) -> None:
     for run in ("alone", "beside"):
         train(learner(), tmp_path / run, groups(0))
     path = checkpoint.path_of(tmp_path / "beside", 1)
@@ -160,7 +160,7 @@ def test_a_run_can_be_switched_and_forked(tmp_path: Path) -> None:
     assert files(tmp_path / "a", 2) == files(tmp_path / "d", 2)
 
 
-def test_a_damaged_checkpoint_is_skipped_and_made_again(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_skipped_and_trained_again(tmp_path: Path) -> None:
     one = learner()
     for step in range(2):
         train(one, tmp_path, groups(step))
@@ -199,7 +199,7 @@ def test_a_trajectory_that_cannot_be_trained_on_is_dropped_with_its_reason(tmp_p
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, None, "1"])
-def test_a_reward_that_is_no_number_is_refused_and_the_next_step_is_trained(
+def test_a_reward_that_is_not_a_number_is_rejected_and_the_next_step_is_trained(
     tmp_path: Path, reward: Any
 ) -> None:
     one = learner()
@@ -212,7 +212,7 @@ def test_a_reward_that_is_no_number_is_refused_and_the_next_step_is_trained(
 
 
 @pytest.mark.parametrize("token", [260, -1])
-def test_a_token_of_another_model_is_refused(tmp_path: Path, token: int) -> None:
+def test_a_token_of_another_model_is_rejected(tmp_path: Path, token: int) -> None:
     given = groups(0)
     content = given[0]["trajectories"][0]["messages_and_choices"][1]["logprobs"]["content"]
     content[2]["token"] = f"token_id:{token}"
@@ -220,11 +220,11 @@ def test_a_token_of_another_model_is_refused(tmp_path: Path, token: int) -> None
         train(learner(), tmp_path, given)
 
 
-def test_a_checkpoint_of_another_model_or_lora_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_or_lora_is_rejected(tmp_path: Path) -> None:
     learner().prepare(tmp_path, LORA)
-    with pytest.raises(CheckpointError, match="of the base model `tiny-random`, not `other`"):
+    with pytest.raises(CheckpointError, match="has the base model `tiny-random`, not `other`"):
         learner("other").prepare(tmp_path, LORA)
-    with pytest.raises(CheckpointError, match="of the LoRA"):
+    with pytest.raises(CheckpointError, match="has the LoRA"):
         learner().prepare(tmp_path, LoraConfig(rank=4))
 
 
@@ -235,7 +235,7 @@ def test_a_checkpoint_of_another_model_or_lora_is_refused(tmp_path: Path) -> Non
         (torch.OutOfMemoryError("CUDA out of memory"), OutOfMemory),
     ],
 )
-def test_after_a_failed_step_the_next_one_is_as_if_it_had_not_happened(
+def test_a_failed_step_does_not_affect_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Exception, named: type[Exception]
 ) -> None:
     expected = learner()
@@ -247,7 +247,7 @@ def test_after_a_failed_step_the_next_one_is_as_if_it_had_not_happened(
         raise failure
 
     with monkeypatch.context() as patch, pytest.raises(named) as caught:
-        # After the gradients of the step: the weights in memory have moved.
+        # It fails after the gradient steps, when the weights in memory have changed.
         patch.setattr(state.State, "write", fail)
         train(one, tmp_path / "bad", groups(1))
     assert caught.value.hint
@@ -285,7 +285,7 @@ def adapter(at: Path, step: int = 1) -> dict[str, torch.Tensor]:
     ],
     ids=str,
 )
-def test_settings_that_only_cost_or_save_memory_change_nothing(
+def test_settings_that_only_affect_memory_do_not_change_the_result(
     tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     train(learner(), tmp_path / "plain", groups(0))
@@ -335,7 +335,7 @@ def test_no_setting_is_ignored(
     tmp_path: Path,
     settings: dict[str, Any],
 ) -> None:
-    """A second step: some settings only show once the LoRA is not zero."""
+    """It takes a second step, because some settings only act once the LoRA is not zero."""
     one, source, plain = started
     checkpoint.fork(source, tmp_path)
     train(one, tmp_path, uneven_groups(), **settings)
@@ -359,7 +359,7 @@ def started(
 
 
 def uneven_groups() -> list[dict[str, Any]]:
-    """Groups whose trajectories differ in length, so that every mean is another."""
+    """Groups whose trajectories differ in length, so that every kind of mean differs."""
     given = groups(0, 3)
     given[0]["trajectories"][0]["messages_and_choices"][1]["logprobs"]["content"].pop(0)
     given[1]["trajectories"][0]["messages_and_choices"][0]["content"] = "?" * 9
@@ -394,7 +394,7 @@ def test_every_weight_can_be_trained(tmp_path: Path) -> None:
     )
 
 
-def test_a_picture_of_the_packed_rows_lies_in_the_checkpoint(tmp_path: Path) -> None:
+def test_the_checkpoint_contains_a_picture_of_the_packed_rows(tmp_path: Path) -> None:
     train(learner(), tmp_path, groups(0), plot_tensors=True)
     picture = tmp_path / "0001" / "packed_tensors.png"
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -1,4 +1,4 @@
-"""Logprobs of chosen tokens, in vocabulary chunks, against the whole softmax."""
+"""Logprobs of chosen tokens, in vocabulary chunks, compared with the full softmax."""
 
 import pytest
 import torch

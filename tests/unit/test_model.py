@@ -1,4 +1,4 @@
-"""The policy: its KV cache, its LoRA, and what it says of weights that do not fit."""
+"""The policy: its LoRA, and its errors for weights that do not fit."""
 
 import json
 import re
@@ -57,7 +57,7 @@ def test_only_the_lora_is_trained_and_its_seed_decides_it() -> None:
     assert not torch.equal(lora_state(policy)[name], first[name])
 
 
-def test_targets_say_which_layers_get_a_lora() -> None:
+def test_targets_select_the_layers_that_get_a_lora() -> None:
     lora = LoraConfig(rank=3, targets=("q_proj", "down_proj"))
     state = lora_state(load(lora=lora))
     assert {name.split(".")[-3] for name in state} == {"q_proj", "down_proj"}
@@ -65,14 +65,14 @@ def test_targets_say_which_layers_get_a_lora() -> None:
     assert peft_config(lora, "tiny-random")["target_modules"] == ["q_proj", "down_proj"]
 
 
-def test_a_lora_of_another_shape_is_refused_by_its_first_misfit() -> None:
+def test_a_lora_of_another_shape_is_rejected_with_its_first_misfit() -> None:
     policy = load()
     other = lora_state(load(lora=LoraConfig(rank=4)))
     with pytest.raises(CheckpointError, match=r"does not fit this model: `.*lora_A\.weight`"):
         load_lora(policy, other)
 
 
-def test_weights_that_do_not_fit_their_config_are_refused(tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_their_config_are_rejected(tmp_path: Path) -> None:
     copy = Path(shutil.copytree(resolve("tiny-random"), tmp_path / "model"))
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "intermediate_size": 256}))
@@ -86,11 +86,11 @@ def test_weights_that_do_not_fit_their_config_are_refused(tmp_path: Path) -> Non
         load(copy)
 
 
-def test_torchtune_has_one_door() -> None:
+def test_only_one_module_imports_torchtune() -> None:
     package = Path(__file__).parents[2] / "trainer"
-    doors = [
+    importers = [
         str(path.relative_to(package))
         for path in package.rglob("*.py")
         if re.search(r"^\s*(from|import) torchtune", path.read_text(), re.MULTILINE)
     ]
-    assert doors == ["policy/model.py"]
+    assert importers == ["policy/model.py"]

@@ -1,4 +1,4 @@
-"""Packed rows with shared prefixes compute what each sequence computes alone."""
+"""Packed rows with shared prefixes give the same results as each sequence alone."""
 
 import math
 import random
@@ -54,13 +54,13 @@ def forest() -> list[Sample]:
     after_first = prompt + first + text(8)
     fork, other_fork = text(7), text(11)
     samples = [
-        # A whole completion, and two second turns that fork from it.
+        # A full completion, and two second turns that fork from it.
         sample(after_first + fork, [*range(30, 42), *range(50, 57)], group=0, number=0),
         sample(after_first + other_fork, list(range(50, 61)), group=0, number=1),
         sample(prompt + second, list(range(30, 39)), group=0, number=2),
-        # It shares half of `second`, chosen tokens included.
+        # Shares half of `second`, including chosen tokens.
         sample(prompt + second[:4] + text(6), list(range(30, 40)), group=0, number=3),
-        # One that is a prefix of another.
+        # A prefix of another sequence.
         sample(prompt + first[:5], list(range(30, 35)), group=0, number=4),
         sample(other + text(8), list(range(17, 25)), group=1, number=5),
         sample(other + text(3), list(range(17, 20)), group=1, number=6),
@@ -115,7 +115,7 @@ def test_a_token_sees_its_own_sequence_and_nothing_else() -> None:
 
 
 def samples_by_row(samples: list[Sample]) -> list[Sample]:
-    """Samples in the order a single row numbers its sequences: by group, then by tokens."""
+    """Samples in the order in which a single row numbers them: by group, then by tokens."""
     groups = [sorted((s for s in samples if s.group == g), key=lambda s: s.ids) for g in (0, 1)]
     return [one for group in groups for one in group]
 
@@ -155,7 +155,7 @@ def test_sharing_and_packing_change_neither_loss_nor_lora_gradients(
             assert error < 1e-4, name
 
 
-def test_rows_hold_no_more_than_their_length_and_nothing_is_lost() -> None:
+def test_rows_respect_their_length_and_lose_nothing() -> None:
     samples = forest()
     rows = pack(samples, length=64)
     assert len(rows) > 1
@@ -166,7 +166,7 @@ def test_rows_hold_no_more_than_their_length_and_nothing_is_lost() -> None:
     )
 
 
-def test_the_picture_shows_every_chosen_token_where_it_is_predicted() -> None:
+def test_the_picture_shows_every_chosen_token_at_its_predictor() -> None:
     samples = forest()
     rows = pack(samples, length=64)
     panels = panels_of(rows)

@@ -1,4 +1,4 @@
-"""Where base models come from, and which are refused by name."""
+"""Finding base models, and the errors for unsupported ones."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def test_tiny_random_is_the_same_everywhere(
     assert list(directory.parent.glob(".*")) == []
 
 
-def test_two_processes_may_make_a_model_at_once(tmp_path: Path) -> None:
+def test_two_processes_may_create_a_model_at_once(tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-c"),
         "from trainer.base_model.resolve import resolve; print(resolve('tiny-random'))",
@@ -45,7 +45,7 @@ def test_two_processes_may_make_a_model_at_once(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "models").iterdir()] == [Path(found[0]).name]
 
 
-def test_a_killed_making_leaves_nothing_that_is_taken_for_a_model(
+def test_a_failed_creation_leaves_no_incomplete_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ART_CACHE", str(tmp_path))
@@ -60,13 +60,13 @@ def test_a_killed_making_leaves_nothing_that_is_taken_for_a_model(
     assert list((tmp_path / "models").iterdir()) == []
 
 
-def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_directory_is_used_unchanged(tmp_path: Path) -> None:
     copy = shutil.copytree(resolve("tiny-random"), tmp_path / "mine")
     assert resolve(str(copy)) == copy
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere", "a/b/c"])
-def test_a_path_that_is_not_there_is_said_so(name: str) -> None:
+def test_a_missing_directory_is_an_error_that_names_it(name: str) -> None:
     with pytest.raises(ModelError, match=f"no model directory `{name}`"):
         resolve(name)
 
@@ -76,13 +76,13 @@ def test_without_a_hub_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match="`some/model` cannot be fetched") as caught:
+    with pytest.raises(ModelError, match="`some/model` cannot be downloaded") as caught:
         resolve("some/model")
-    assert "Give a directory" in caught.value.hint
+    assert "Use a directory" in caught.value.hint
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
-def test_a_directory_without_its_parts_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_directory_with_a_missing_file_is_rejected(tmp_path: Path, name: str) -> None:
     copy = Path(shutil.copytree(resolve("tiny-random"), tmp_path / "mine"))
     (copy / name).unlink()
     with pytest.raises(ModelError, match=name.replace("model", r"\*?")):
@@ -105,10 +105,10 @@ def config(**changes: Any) -> dict[str, Any]:
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+def test_unsupported_settings_are_rejected_by_name(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ModelError, match=named) as caught:
         parse_architecture(config(**changes))
-    assert caught.value.hint.startswith("Supported are")
+    assert caught.value.hint.startswith("Supported: ")
 
 
 def test_a_sliding_window_bounds_the_length() -> None:
@@ -116,7 +116,7 @@ def test_a_sliding_window_bounds_the_length() -> None:
     assert parse_architecture(mistral).max_length == 4096
 
 
-def test_a_gpu_computes_in_bf16_whatever_is_stored() -> None:
+def test_a_gpu_computes_in_bf16_even_if_the_weights_are_fp32() -> None:
     stored_in_fp32 = resolve("tiny-random")
     assert dtype_name(stored_in_fp32, cuda=True) == "bfloat16"
     assert dtype_name(stored_in_fp32, cuda=False) == "float32"

@@ -1,4 +1,4 @@
-"""Supervised steps: the loss is the cross-entropy of assistants' turns, and nothing else."""
+"""Supervised steps: the loss is the cross-entropy of assistant messages only."""
 
 import statistics
 from pathlib import Path
@@ -27,17 +27,17 @@ def groups(*talks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"trajectories": [{"messages_and_choices": talk} for talk in talks]}]
 
 
-def test_only_what_assistants_said_is_trained_ends_of_turns_included() -> None:
+def test_only_assistant_messages_and_their_ends_of_turn_are_trained() -> None:
     tokenizer = Tokenizer(resolve("tiny-random"))
     prepared, batches = prepare_sft(tokenizer, groups(TALK), SftConfig(), limit=1000)
     [[sample]] = batches
-    said = [token for token, chosen in zip(sample.ids, sample.mask, strict=True) if chosen]
-    assert tokenizer.decode(said) == "Hello<|im_end|>Bye<|im_end|>"
+    trained = [token for token, chosen in zip(sample.ids, sample.mask, strict=True) if chosen]
+    assert tokenizer.decode(trained) == "Hello<|im_end|>Bye<|im_end|>"
     assert tokenizer.decode(sample.ids) == tokenizer.render(TALK, None, False).rstrip("\n")
-    assert prepared.metrics["data/step_trainer_tokens"] == len(said)
+    assert prepared.metrics["data/step_trainer_tokens"] == len(trained)
 
 
-def test_what_teaches_nothing_or_is_too_long_is_dropped_and_counted() -> None:
+def test_trajectories_without_assistant_messages_or_too_long_are_dropped_and_counted() -> None:
     tokenizer = Tokenizer(resolve("tiny-random"))
     talks = [TALK, TALK[:2], [*TALK, {"role": "assistant", "content": "x" * 500}], TALK, TALK]
     prepared, batches = prepare_sft(tokenizer, groups(*talks), SftConfig(), limit=300)
@@ -46,7 +46,7 @@ def test_what_teaches_nothing_or_is_too_long_is_dropped_and_counted() -> None:
     assert prepared.metrics["data/dropped_too_long"] == 1
 
 
-def test_too_few_learning_rates_are_refused() -> None:
+def test_too_few_learning_rates_are_rejected() -> None:
     tokenizer = Tokenizer(resolve("tiny-random"))
     config = SftConfig(learning_rate=(1e-3,), batch_size=1)
     with pytest.raises(BadRequest, match="`2` gradient steps"):

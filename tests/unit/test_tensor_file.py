@@ -1,3 +1,5 @@
+"""The learner's own writer of safetensors files."""
+
 import hashlib
 from pathlib import Path
 
@@ -7,7 +9,7 @@ from safetensors.torch import load_file
 from trainer.learner.tensor_file import TYPES, write_tensors
 
 
-def test_what_is_written_is_what_safetensors_reads(tmp_path: Path) -> None:
+def test_safetensors_reads_the_tensors_that_were_written(tmp_path: Path) -> None:
     tensors = {f"a.{kind}": torch.arange(6).view(2, 3).to(kind) for kind in TYPES}
     tensors |= {"odd": torch.arange(5, dtype=torch.uint8), "one": torch.tensor(7.0)}
     tensors["none"] = torch.zeros(0, 4)

@@ -1,4 +1,4 @@
-"""Trajectories to tokens: what was sampled is what is trained on."""
+"""Tokenising trajectories: training uses exactly the tokens that were sampled."""
 
 import math
 from typing import Any
@@ -21,7 +21,7 @@ def tokenizer() -> Tokenizer:
 
 
 def choice(content: str | None, ids: list[int] | None = None) -> dict[str, Any]:
-    """A choice as a client sends it back; with `ids`, as our server's logprobs name them."""
+    """A choice as a client sends it back; with `ids`, its logprobs name token ids like ours."""
     logprobs = None
     if ids is not None:
         tokens = [{"token": f"token_id:{one}", "logprob": -0.5, "top_logprobs": []} for one in ids]
@@ -31,7 +31,7 @@ def choice(content: str | None, ids: list[int] | None = None) -> dict[str, Any]:
 
 
 def sampled(prompt: list[int], ids: list[int], logprobs: list[float]) -> dict[str, Any]:
-    """A choice that the ledger knew."""
+    """A choice with exact tokens from the ledger."""
     item = choice("other", [70, 71, 72])
     ExactTokens(prompt, ids, logprobs).put(item)
     return item
@@ -42,7 +42,7 @@ def trajectory(*items: dict[str, Any], **extra: Any) -> dict[str, Any]:
 
 
 def chosen(tokenizer: Tokenizer, tokenized: Tokenized) -> list[list[str]]:
-    """Runs of chosen tokens of each sequence, as text."""
+    """The runs of chosen tokens of each sequence, as text."""
     found = []
     for sequence in tokenized.sequences:
         runs: list[list[int]] = [[]]
@@ -55,7 +55,7 @@ def chosen(tokenizer: Tokenizer, tokenized: Tokenized) -> list[list[str]]:
     return found
 
 
-def test_ledger_ids_win_over_everything(tokenizer: Tokenizer) -> None:
+def test_ledger_ids_take_precedence(tokenizer: Tokenizer) -> None:
     item = sampled([1, 2, 3], [4, 5], [-0.1, -0.2])
     tokenized = tokenize_trajectory(tokenizer, trajectory(USER, item))
     (sequence,) = tokenized.sequences
@@ -73,7 +73,7 @@ def test_turns_that_extend_each_other_are_one_sequence(tokenizer: Tokenizer) -> 
     assert sequence.mask == [False, False, True, True, False, True]
 
 
-def test_a_rewritten_history_is_a_sequence_of_its_own(tokenizer: Tokenizer) -> None:
+def test_a_rewritten_history_is_a_separate_sequence(tokenizer: Tokenizer) -> None:
     first = sampled([1, 2], [3, 4], [-1.0, -1.0])
     second = sampled([1, 2, 4, 9], [5], [-2.0])
     sequences = tokenize_trajectory(tokenizer, trajectory(USER, first, USER, second)).sequences
@@ -81,8 +81,8 @@ def test_a_rewritten_history_is_a_sequence_of_its_own(tokenizer: Tokenizer) -> N
     assert [sum(sequence.mask) for sequence in sequences] == [2, 1]
 
 
-def test_token_ids_in_logprobs_are_taken_as_they_are(tokenizer: Tokenizer) -> None:
-    # Not what `yes` tokenises to: a model may spell a text in several ways.
+def test_token_ids_in_logprobs_are_used_unchanged(tokenizer: Tokenizer) -> None:
+    # `yes` would be tokenised differently: a model may spell a text in several ways.
     ids = [*b"yes", 300 - 260, END]
     tokenized = tokenize_trajectory(tokenizer, trajectory(USER, choice("yes", ids)))
     (sequence,) = tokenized.sequences
@@ -103,7 +103,7 @@ def test_a_second_turn_continues_the_exact_tokens_of_the_first(tokenizer: Tokeni
     assert sequence.ids == prompt + spelled + between + [*b"no", END]
 
 
-def test_a_truncated_turn_gets_the_end_that_the_template_gives_it(tokenizer: Tokenizer) -> None:
+def test_a_truncated_turn_gets_the_end_of_turn_of_the_template(tokenizer: Tokenizer) -> None:
     (sequence,) = tokenize_trajectory(
         tokenizer, trajectory(USER, choice("ye", [*b"ye"]), USER, choice("no", [*b"no", END]))
     ).sequences
@@ -114,8 +114,8 @@ def test_a_truncated_turn_gets_the_end_that_the_template_gives_it(tokenizer: Tok
     assert chosen(tokenizer, Tokenized([sequence])) == [["ye", "no<|im_end|>"]]
 
 
-def test_a_tool_call_that_only_its_tokens_tell(tokenizer: Tokenizer) -> None:
-    """As NeMo Agent Toolkit sends it: empty content, and the tool's result as a plain message."""
+def test_a_tool_call_that_is_only_in_the_tokens(tokenizer: Tokenizer) -> None:
+    """NeMo Agent Toolkit sends empty content, and the tool's result as a plain message."""
     call = '<tool_call>{"name": "add"}</tool_call>'
     tokenized = tokenize_trajectory(
         tokenizer,
@@ -129,7 +129,7 @@ def test_a_tool_call_that_only_its_tokens_tell(tokenizer: Tokenizer) -> None:
     assert chosen(tokenizer, tokenized) == [[call + "<|im_end|>", "two<|im_end|>"]]
 
 
-def test_without_ids_the_template_tokenises_and_it_is_counted(tokenizer: Tokenizer) -> None:
+def test_a_choice_without_ids_is_rendered_tokenised_and_counted(tokenizer: Tokenizer) -> None:
     given = choice("yes")
     content = [{"token": letter, "logprob": -0.5} for letter in ("y", "e", "s", "<|im_end|>")]
     given["logprobs"] = {"content": content}
@@ -149,7 +149,7 @@ def test_logprobs_of_other_tokens_are_not_used(tokenizer: Tokenizer) -> None:
     assert all(math.isnan(logprob) for logprob in allowed.sequences[0].logprobs)
 
 
-def test_a_choice_without_logprobs_is_left_out_unless_allowed(tokenizer: Tokenizer) -> None:
+def test_a_choice_without_logprobs_is_skipped_unless_allowed(tokenizer: Tokenizer) -> None:
     given = trajectory(USER, choice("yes"), USER, choice("no", [*b"no", END]))
     tokenized = tokenize_trajectory(tokenizer, given)
     assert chosen(tokenizer, tokenized) == [["no<|im_end|>"]]
@@ -170,7 +170,7 @@ def test_additional_histories_and_tools_are_tokenised_too(tokenizer: Tokenizer) 
 
 
 @pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf, 0.5, None, "low"])
-def test_a_logprob_that_cannot_be_is_refused(tokenizer: Tokenizer, logprob: float) -> None:
+def test_an_impossible_logprob_is_rejected(tokenizer: Tokenizer, logprob: float) -> None:
     given = choice("yes", [*b"yes"])
     given["logprobs"]["content"][1]["logprob"] = logprob
     with pytest.raises(BadRequest, match=f"logprob `{logprob}`"):
@@ -178,34 +178,34 @@ def test_a_logprob_that_cannot_be_is_refused(tokenizer: Tokenizer, logprob: floa
 
 
 @pytest.mark.parametrize("logprobs", [[1], "abc", {"content": 5}, {"content": [5]}])
-def test_logprobs_of_another_form_are_refused(tokenizer: Tokenizer, logprobs: object) -> None:
-    with pytest.raises(BadRequest, match="no list of objects"):
+def test_logprobs_in_another_form_are_rejected(tokenizer: Tokenizer, logprobs: object) -> None:
+    with pytest.raises(BadRequest, match="not a list of objects"):
         tokenize_trajectory(tokenizer, trajectory(USER, {**choice("yes"), "logprobs": logprobs}))
 
 
-def test_logprobs_far_below_zero_are_taken(tokenizer: Tokenizer) -> None:
+def test_logprobs_far_below_zero_are_accepted(tokenizer: Tokenizer) -> None:
     given = trajectory(USER, sampled([1], [4, 5], [-1e308, -1e308]))
     assert tokenize_trajectory(tokenizer, given).chosen == 2
 
 
 @pytest.mark.parametrize("message", [None, "yes"])
-def test_a_choice_without_a_message_is_refused(tokenizer: Tokenizer, message: object) -> None:
+def test_a_choice_without_a_message_is_rejected(tokenizer: Tokenizer, message: object) -> None:
     with pytest.raises(BadRequest, match=f"the message `{message}`"):
         tokenize_trajectory(tokenizer, trajectory(USER, {**choice("x"), "message": message}))
 
 
-def test_logprobs_of_the_wrong_length_are_refused(tokenizer: Tokenizer) -> None:
+def test_logprobs_of_the_wrong_length_are_rejected(tokenizer: Tokenizer) -> None:
     with pytest.raises(BadRequest, match="`2` tokens and `1` logprobs"):
         tokenize_trajectory(tokenizer, trajectory(USER, sampled([1], [4, 5], [-0.1])))
 
 
 @pytest.mark.parametrize("art", [{"prompt_ids": [1]}, {"prompt_ids": "AQ=="}, {"other": ""}, "x"])
-def test_exact_tokens_that_no_ledger_wrote_are_refused(tokenizer: Tokenizer, art: object) -> None:
+def test_malformed_exact_tokens_are_rejected(tokenizer: Tokenizer, art: object) -> None:
     with pytest.raises(BadRequest, match="`art` that cannot be read"):
         tokenize_trajectory(tokenizer, trajectory(USER, {**choice("yes", [1]), "art": art}))
 
 
-def test_a_picture_is_refused_by_its_type(tokenizer: Tokenizer) -> None:
+def test_a_picture_is_rejected_with_its_type(tokenizer: Tokenizer) -> None:
     picture = {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}
     with pytest.raises(Unsupported, match="`image_url`"):
         tokenize_trajectory(tokenizer, trajectory(picture, choice("", [1])))

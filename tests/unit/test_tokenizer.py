@@ -24,7 +24,7 @@ def with_template(directory: Path, template: object) -> Tokenizer:
     return Tokenizer(directory)
 
 
-def test_text_survives_the_way_to_ids_and_back(directory: Path) -> None:
+def test_text_survives_encoding_and_decoding(directory: Path) -> None:
     tokenizer = Tokenizer(directory)
     text = "Grüße, 世界! 🦆\n<|im_end|>"
     assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -32,7 +32,7 @@ def test_text_survives_the_way_to_ids_and_back(directory: Path) -> None:
     assert b"".join(map(tokenizer.token_bytes, tokenizer.encode(text))) == text.encode()
 
 
-def test_end_of_turn_is_known(directory: Path) -> None:
+def test_the_end_of_turn_tokens_are_found(directory: Path) -> None:
     tokenizer = Tokenizer(directory)
     assert tokenizer.eos_ids == {256, 258}
     assert tokenizer.is_special(258) and not tokenizer.is_special(65)
@@ -61,7 +61,7 @@ def test_tools_and_tool_calls_are_rendered(directory: Path) -> None:
     )
 
 
-def test_a_template_has_the_names_that_templates_rely_on(directory: Path) -> None:
+def test_a_template_has_the_names_that_templates_use(directory: Path) -> None:
     template = (
         "{{ bos_token }}{{ strftime_now('%Y')|length }}{% for m in messages %}"
         "{% if loop.index > 1 %}{% break %}{% endif %}"
@@ -72,19 +72,19 @@ def test_a_template_has_the_names_that_templates_rely_on(directory: Path) -> Non
     assert tokenizer.render([message, message]) == '<|endoftext|>4{"a": "<é>"}'
 
 
-def test_a_template_that_refuses_says_why(directory: Path) -> None:
+def test_an_error_raised_by_a_template_is_reported(directory: Path) -> None:
     tokenizer = with_template(directory, "{{ raise_exception('roles must alternate') }}")
     with pytest.raises(BadRequest, match="roles must alternate"):
         tokenizer.render([])
 
 
-def test_a_template_cannot_reach_out_of_its_sandbox(directory: Path) -> None:
+def test_a_template_cannot_escape_its_sandbox(directory: Path) -> None:
     tokenizer = with_template(directory, "{{ messages.__class__.__mro__ }}")
     with pytest.raises(BadRequest):
         tokenizer.render([])
 
 
-def test_a_template_file_wins_and_none_is_an_error(directory: Path) -> None:
+def test_a_template_file_takes_precedence_and_no_template_is_an_error(directory: Path) -> None:
     tokenizer = with_template(directory, None)
     with pytest.raises(ModelError, match="no chat template"):
         tokenizer.render([])

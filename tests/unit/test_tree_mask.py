@@ -1,4 +1,4 @@
-"""The GPU's mask of a packed row is the row's own, and its blocks are what they say."""
+"""The GPU's mask of a packed row equals the row's own mask, and its blocks are classified right."""
 
 import random
 
@@ -16,7 +16,7 @@ def row_of(seed: int) -> Row:
     for group in range(chance.randint(1, 3)):
         prompt = [chance.randrange(9) for _ in range(chance.randint(1, 150))]
         for _ in range(chance.randint(1, 5)):
-            # A small alphabet forks by itself at the first tokens, too.
+            # A small alphabet also produces forks at the first tokens.
             own = [chance.randrange(9) for _ in range(chance.randint(1, 120))]
             mask = [False] * len(prompt) + [True] * len(own)
             ids = prompt + own
@@ -25,7 +25,7 @@ def row_of(seed: int) -> Row:
     return row
 
 
-def test_one_comparison_is_the_mask_of_the_tree_and_padding_sees_itself() -> None:
+def test_the_mask_equals_the_rows_and_padding_sees_only_itself() -> None:
     for seed in range(8):
         row = row_of(seed)
         tokens, length = len(row.tokens), 4096
@@ -36,7 +36,7 @@ def test_one_comparison_is_the_mask_of_the_tree_and_padding_sees_itself() -> Non
         assert torch.equal(dense, expected)
 
 
-def test_blocks_that_are_full_or_left_out_are_so_to_the_last_pair() -> None:
+def test_full_blocks_show_every_pair_and_omitted_blocks_none() -> None:
     row = row_of(3)
     mask = tree_mask(row.ends, 2048).blocks
     pairs = create_mask(mask.mask_mod, 1, 1, 2048, 2048, device="cpu")[0, 0]
@@ -52,7 +52,7 @@ def test_blocks_that_are_full_or_left_out_are_so_to_the_last_pair() -> None:
         assert sorted(partial + full) == blocks[query].any(dim=-1).nonzero()[:, 0].tolist()
 
 
-def test_blocks_by_key_are_those_by_query_the_other_way_round() -> None:
+def test_blocks_by_key_are_the_transpose_of_blocks_by_query() -> None:
     tree = tree_mask(row_of(3).ends, 2048)
 
     def pairs(counts: Tensor, indices: Tensor) -> set[tuple[int, int]]:
@@ -63,12 +63,12 @@ def test_blocks_by_key_are_those_by_query_the_other_way_round() -> None:
             for other in indices[0, 0, one, :many].tolist()
         }
 
-    for which in (slice(0, 2), slice(2, 4)):  # in part, and whole
+    for which in (slice(0, 2), slice(2, 4)):  # partial and full blocks
         by_query = pairs(*tree.by_query()[which])
         assert by_query == {(query, key) for key, query in pairs(*tree.by_key()[which])}
 
 
-def test_lengths_are_few_and_a_known_one_is_taken_again() -> None:
+def test_lengths_are_few_and_are_reused() -> None:
     lengths = Lengths()
     assert [lengths.fit(n) for n in (100, 2048, 2049, 5000, 5000)] == [2048, 2048, 3072, 6144, 6144]
     assert lengths.fit(3500) == 6144  # within twice the best, 4096

@@ -1,7 +1,7 @@
-"""The shape of a base model, read from its Hugging Face `config.json`. No torch here.
+"""The architecture of a base model, read from its Hugging Face `config.json`. No torch here.
 
-Every supported family is one decoder with a few switches, so that one model is assembled from
-the numbers below; a family or a switch we do not have is refused by name.
+Every supported family is the same decoder with a few switches, so one assembly covers them all. An
+unsupported family or switch raises an error that names it.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.errors import ModelError
 
-# model_type in config.json -> whether q, k, v carry a bias, and whether q and k are normed.
+# model_type in config.json -> whether q, k and v have a bias, and whether q and k are normed.
 FAMILIES = {
     "llama": (False, False),
     "mistral": (False, False),
@@ -24,7 +24,7 @@ SUPPORTED = "Llama (2, 3, 3.1, 3.2, SmolLM2), Qwen2, Qwen2.5, Qwen3 (dense) and 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embeddings: plain, linearly scaled or scaled as in Llama 3.1."""
+    """Rotary position embeddings: plain, scaled linearly, or scaled as in Llama 3.1."""
 
     theta: float
     kind: str = "default"
@@ -36,7 +36,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class Architecture:
-    """All that is needed to assemble the model."""
+    """Everything needed to assemble the model."""
 
     family: str
     vocab_size: int
@@ -49,7 +49,7 @@ class Architecture:
     norm_eps: float
     rope: Rope
     max_length: int
-    """Longest sequence: the smaller of the position limit and a sliding window."""
+    """Longest sequence: the position limit or the sliding window, whichever is smaller."""
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
@@ -58,22 +58,22 @@ class Architecture:
 
 
 def read_architecture(directory: Path) -> Architecture:
-    """The architecture of the model in `directory`, or a ModelError that names what we lack."""
+    """Read the architecture of the model in `directory`. Raises ModelError if it is unsupported."""
     path = directory / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelError(
-            f"`{directory}` holds no `config.json`",
-            hint="Give a model directory in Hugging Face form",
+            f"`{directory}` has no `config.json`",
+            hint="Use a model directory in Hugging Face form",
         ) from None
     except ValueError as exc:
-        raise ModelError(f"`{path}` is not JSON: {exc}", hint="Fetch the model again") from exc
+        raise ModelError(f"`{path}` is not JSON: {exc}", hint="Download the model again") from exc
     try:
         return parse_architecture(config)
     except KeyError as exc:
         raise ModelError(
-            f"`{path}` lacks {exc}", hint="Give a model directory in Hugging Face form"
+            f"`{path}` lacks {exc}", hint="Use a model directory in Hugging Face form"
         ) from exc
 
 
@@ -82,14 +82,14 @@ def parse_architecture(config: Mapping[str, Any]) -> Architecture:
     if family not in FAMILIES:
         names = config.get("architectures") or [family]
         raise ModelError(
-            f"The architecture `{names[0]}` is not supported", hint=f"Supported are {SUPPORTED}"
+            f"The architecture `{names[0]}` is not supported", hint=f"Supported: {SUPPORTED}"
         )
     _refuse(config)
     qkv_bias, qk_norm = FAMILIES[family]
     attention_bias = bool(config.get("attention_bias", False))
     heads = config["num_attention_heads"]
     kv_heads = config.get("num_key_value_heads") or heads
-    # Mistral 7B v0.1 attends to a window; within one window that is plain causal attention.
+    # Mistral 7B v0.1 has a sliding window; inside one window attention is plain causal attention.
     window = config.get("sliding_window") if family == "mistral" else None
     positions = config.get("max_position_embeddings", 4096)
     return Architecture(
@@ -113,7 +113,7 @@ def parse_architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 def _refuse(config: Mapping[str, Any]) -> None:
-    """Refuse, by name, what would silently change the result if it were ignored."""
+    """Raise for settings that would silently change the result if they were ignored."""
     unsupported = None
     if (activation := config.get("hidden_act", "silu")) != "silu":
         unsupported = f"hidden_act={activation}"
@@ -125,12 +125,12 @@ def _refuse(config: Mapping[str, Any]) -> None:
         unsupported = f"pretraining_tp={config['pretraining_tp']}"
     if unsupported:
         raise ModelError(
-            f"The model's `{unsupported}` is not supported", hint=f"Supported are {SUPPORTED}"
+            f"The model's `{unsupported}` is not supported", hint=f"Supported: {SUPPORTED}"
         )
 
 
 def _rope(config: Mapping[str, Any]) -> Rope:
-    # transformers 5 writes `rope_parameters`; earlier versions `rope_theta` and `rope_scaling`.
+    # transformers 5 writes `rope_parameters`; earlier versions write `rope_theta`, `rope_scaling`.
     scaling = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
     theta = scaling.get("rope_theta", config.get("rope_theta", 10_000.0))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -149,5 +149,5 @@ def _rope(config: Mapping[str, Any]) -> Rope:
         )
     raise ModelError(
         f"RoPE scaling `{kind}` is not supported",
-        hint="Supported are none, `linear` and `llama3`",
+        hint="Supported: `linear`, `llama3` and no scaling",
     )

@@ -1,4 +1,4 @@
-"""In which precision a model computes: one answer for the learner and every engine. No torch."""
+"""The precision that a model computes in, the same for the learner and all engines. No torch."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Literal
 
 
 def dtype_name(directory: Path, *, cuda: bool) -> Literal["bfloat16", "float32"]:
-    """bf16 on a GPU, for which vLLM has LoRA kernels; on a CPU only where that is fast."""
+    """bf16 on a GPU, because vLLM has LoRA kernels for it; on a CPU only where bf16 is fast."""
     if cuda:
         return "bfloat16"
     config = json.loads((directory / "config.json").read_text(encoding="utf-8"))

@@ -1,8 +1,8 @@
-"""Where a base model comes from: a built-in name, a directory or a hub id. No torch here.
+"""Finds a base model by built-in name, directory or hub id. No torch here.
 
-`resolve` gives a directory in Hugging Face form. Built-in models are made once into a cache
-(`ART_CACHE`, by default `~/.cache/art-cluster`): into a temporary directory that is renamed when
-it is whole, so that two processes may race and a killed one leaves nothing half made.
+`resolve` returns a directory in Hugging Face form. Built-in models are created once in a cache
+(`ART_CACHE`, by default `~/.cache/art-cluster`), in a temporary directory that is renamed when
+complete. Two processes may therefore race, and a killed one leaves no incomplete model.
 """
 
 import logging
@@ -19,22 +19,22 @@ from trainer.errors import ModelError
 logger = logging.getLogger(__name__)
 
 TINY = "tiny-random"
-# Raised when what a built-in model is made of changes, so that no stale copy is served.
+# Increased when the contents of a built-in model change, so that no stale copy is used.
 VERSION = "1"
 BUILT_IN: dict[str, Callable[[Path], None]] = {TINY: tiny_random.write, smollm2.NAME: smollm2.write}
 
 
 def resolve(name: str) -> Path:
-    """The directory of the base model `name`, with an architecture that we can load."""
+    """Return the directory of the base model `name`, after checking that we can load it."""
     directory = _find(name)
     read_architecture(directory)
     if not list(directory.glob("*.safetensors")):
         raise ModelError(
-            f"`{directory}` holds no `*.safetensors`", hint="Convert the weights to safetensors"
+            f"`{directory}` has no `*.safetensors`", hint="Convert the weights to safetensors"
         )
     if not (directory / "tokenizer.json").is_file():
         raise ModelError(
-            f"`{directory}` holds no `tokenizer.json`",
+            f"`{directory}` has no `tokenizer.json`",
             hint="Save the model with its fast tokenizer",
         )
     return directory
@@ -53,26 +53,26 @@ def _find(name: str) -> Path:
         return _make(name)
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise ModelError(
-            f"There is no model directory `{name}`", hint="Check the path, or give a hub id"
+            f"There is no model directory `{name}`", hint="Check the path, or use a hub id"
         )
     return _from_hub(name)
 
 
 def _make(name: str) -> Path:
-    """Make a built-in model unless it is in the cache already."""
+    """Create a built-in model unless the cache already has it."""
     target = cache_directory() / "models" / f"{name.replace('/', '--')}-{VERSION}"
     if target.is_dir():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
-        logger.info("making `%s` in %s", name, target)
+        logger.info("creating `%s` in %s", name, target)
         BUILT_IN[name](temporary)
         temporary.chmod(0o755)
         try:
             temporary.rename(target)
         except OSError:
-            # Another process was first; its copy is as good as ours.
+            # Another process was faster; its copy is the same.
             if not target.is_dir():
                 raise
     finally:
@@ -98,10 +98,10 @@ def _from_hub(name: str) -> Path:
             f"The hub has no model `{name}`, or it is gated",
             hint="Check the name, and set `HF_TOKEN` for a gated model",
         ) from exc
-    except Exception as exc:  # the hub's own errors, httpx's and plain OSErrors all end here
-        hint = "Give a directory with the model, or check the network and `HF_HUB_OFFLINE`"
+    except Exception as exc:  # the hub raises its own errors, httpx's and plain OSErrors
+        hint = "Use a directory with the model, or check the network and `HF_HUB_OFFLINE`"
         if name == smollm2.NAME:
             hint = f"{smollm2.INSTALL}, or check the network"
         raise ModelError(
-            f"The model `{name}` cannot be fetched from the hub: {type(exc).__name__}", hint=hint
+            f"The model `{name}` cannot be downloaded from the hub: {type(exc).__name__}", hint=hint
         ) from exc

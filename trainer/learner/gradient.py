@@ -1,4 +1,4 @@
-"""The gradient steps of one train call: logprobs, loss, backward, clip, AdamW."""
+"""Takes the gradient steps of one train call: logprobs, loss, backward, clip, AdamW."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -23,8 +23,8 @@ from trainer.policy.tree_mask import tree_mask
 
 
 @dataclass(frozen=True)
-class Before:
-    """Logprobs [N] of a row that are fixed before the first gradient step."""
+class FixedLogprobs:
+    """Logprobs [N] of a row, computed before the first gradient step."""
 
     old: Tensor
     reference: Tensor | None
@@ -46,7 +46,7 @@ class GradientSteps:
         self.world = world
         self.state = state
         self.config = config
-        self.base = base  # loads the base model; only full finetuning under a penalty needs it
+        self.base = base  # loads the base model: full finetuning with a KL penalty needs it
         self.learning_rate = config.learning_rate * schedule(config, step)
         if config.scale_learning_rate_by_reward_std_dev:
             self.learning_rate *= reward_std_dev
@@ -54,22 +54,23 @@ class GradientSteps:
             group["betas"] = (config.adam_beta1, config.adam_beta2)
             group["eps"] = config.adam_epsilon
             group["weight_decay"] = config.weight_decay
-        asked = config.activation_checkpointing
-        if asked is None and world.size > 1:
-            asked = state.parameters[0].is_cuda  # all processes must do alike, and none runs out
-        state.policy.activation_checkpointing = asked
+        recompute = config.activation_checkpointing
+        if recompute is None and world.size > 1:
+            # All processes must do the same, and none may run out of memory.
+            recompute = state.parameters[0].is_cuda
+        state.policy.activation_checkpointing = recompute
 
     def run(self, batches: list[list[Row]]) -> Iterator[Metrics]:
-        """One gradient step for each batch of rows."""
+        """Take one gradient step for each batch of rows."""
         mine = [self.world.share(batch) for batch in batches]
-        before = self._before([[row for row, _ in rows] for rows in mine])
-        for batch, rows, known in zip(batches, mine, before, strict=True):
-            yield self._take(batch, rows, known)
+        fixed = self._fixed_logprobs([[row for row, _ in rows] for rows in mine])
+        for batch, rows, logprobs in zip(batches, mine, fixed, strict=True):
+            yield self._step(batch, rows, logprobs)
 
-    def _take(
-        self, batch: list[Row], rows: list[tuple[Row, float]], before: list[Before]
+    def _step(
+        self, batch: list[Row], rows: list[tuple[Row, float]], fixed: list[FixedLogprobs]
     ) -> Metrics:
-        """One gradient step over `batch`, of which `rows` are computed in this process."""
+        """Take one gradient step over `batch`; this process computes `rows` of it."""
         optimizer, config = self.state.optimizer, self.config
         learning_rate = self.learning_rate * (
             sum(row.trajectories for row in batch)
@@ -80,8 +81,8 @@ class GradientSteps:
         optimizer.zero_grad(set_to_none=True)
         tokens = sum(len(row.targets) for row in batch)
         sums: dict[str, Tensor] = {}
-        for (row, weight), known in zip(rows, before, strict=True):
-            output = grpo_loss(self._inputs(row, known), config)
+        for (row, weight), logprobs in zip(rows, fixed, strict=True):
+            output = grpo_loss(self._inputs(row, logprobs), config)
             (output.loss * weight / tokens).backward()  # type: ignore[no-untyped-call]
             for name, value in output.metrics.items():
                 sums[name] = sums.get(name, torch.zeros_like(value)) + value * weight
@@ -99,39 +100,39 @@ class GradientSteps:
         gradients = [parameter.grad for parameter in self.state.parameters]
         return [gradient for gradient in gradients if gradient is not None]
 
-    def _inputs(self, row: Row, before: Before) -> LossInputs:
+    def _inputs(self, row: Row, fixed: FixedLogprobs) -> LossInputs:
         logprobs, entropies = self._logprobs(row)
         return LossInputs(
             logprobs=logprobs,
             entropies=entropies,
-            old_logprobs=before.old,
+            old_logprobs=fixed.old,
             sampler_logprobs=row.sampler_logprobs,
             advantages=row.advantages,
             weights=row.weights,
             sequences=row.sequences,
-            reference_logprobs=before.reference,
+            reference_logprobs=fixed.reference,
         )
 
     @torch.no_grad()
-    def _before(self, batches: list[list[Row]]) -> list[list[Before]]:
+    def _fixed_logprobs(self, batches: list[list[Row]]) -> list[list[FixedLogprobs]]:
         config = self.config
-        own = config.precalculate_logprobs or config.truncated_importance_sampling is not None
+        recompute = config.precalculate_logprobs or config.truncated_importance_sampling is not None
         old = [
-            [self._logprobs(row)[0] if own else row.sampler_logprobs for row in batch]
+            [self._logprobs(row)[0] if recompute else row.sampler_logprobs for row in batch]
             for batch in batches
         ]
         with self._reference() as reference:
             return [
                 [
-                    Before(known, reference(row) if reference else None)
-                    for row, known in zip(batch, olds, strict=True)
+                    FixedLogprobs(logprobs, reference(row) if reference else None)
+                    for row, logprobs in zip(batch, olds, strict=True)
                 ]
                 for batch, olds in zip(batches, old, strict=True)
             ]
 
     @contextmanager
     def _reference(self) -> Iterator[Callable[[Row], Tensor] | None]:
-        """Gives the reference's logprobs of a row; the policy is itself again afterwards."""
+        """Yield a function that returns the reference's logprobs, and restore the policy after."""
         config, policy = self.config, self.state.policy
         if not config.kl_penalty_coef:
             yield None
@@ -182,12 +183,12 @@ def row_logprobs(policy: Policy, row: Row, *, chunk: int | None = None) -> tuple
 
 
 def schedule(config: GrpoConfig, step: int) -> float:
-    """Share of the learning rate at the train call that follows `step`."""
+    """The factor for the learning rate in the train call that follows `step`."""
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
     if config.lr_scheduler_type == "constant":
         return 1.0
-    assert config.max_steps is not None  # the config has checked it
+    assert config.max_steps is not None  # validated in the config
     span = max(config.max_steps - config.warmup_steps, 1)
     progress = min((step - config.warmup_steps) / span, 1.0)
     if config.lr_scheduler_type == "linear":

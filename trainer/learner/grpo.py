@@ -1,9 +1,9 @@
-"""The loss of one gradient step, on one page: GRPO with ART's settings, and what ART lacks.
+"""The loss of one gradient step, on one page: GRPO with ART's settings and some that ART lacks.
 
-Everything is per chosen token, in flat tensors [N]; there is no padding to mask. By default it is
+Everything is per chosen token, in flat tensors [N]; there is no padding to mask. The default is
 CISPO, as in ART: -sg(clip(rho, 0, 5)) * A * logprob with rho = exp(new - old). The mean is over
-tokens with each trajectory weighing the same, there is no KL term, and advantages are centred on
-the group's mean but not divided by its deviation.
+tokens, with the same total weight for each trajectory. There is no KL term. Advantages are centred
+on the group's mean but not divided by its standard deviation.
 """
 
 from dataclasses import dataclass
@@ -16,30 +16,30 @@ from trainer.config import GrpoConfig
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What is known of the N chosen tokens of a gradient step."""
+    """The data of the N chosen tokens of a gradient step."""
 
     logprobs: Tensor  # [N] current policy, with gradient
     entropies: Tensor  # [N] current policy
-    old_logprobs: Tensor  # [N] the policy that ratios are taken against; NaN where unknown
-    sampler_logprobs: Tensor  # [N] what the engine reported; NaN where unknown
+    old_logprobs: Tensor  # [N] the policy that ratios are relative to; NaN where unknown
+    sampler_logprobs: Tensor  # [N] reported by the engine; NaN where unknown
     advantages: Tensor  # [N]
     weights: Tensor  # [N] mean 1 over a step
-    sequences: Tensor  # [N] which sequence the token belongs to
+    sequences: Tensor  # [N] number of the sequence that the token belongs to
     reference_logprobs: Tensor | None = None  # [N] only with a KL penalty
 
 
 @dataclass(frozen=True)
 class LossOutput:
-    """Sums over tokens, so that rows and processes add up; divide by the number of tokens."""
+    """Sums over tokens, so that rows and processes can be added. Divide by the token count."""
 
     loss: Tensor
     metrics: dict[str, Tensor]
 
 
 def grpo_loss(inputs: LossInputs, config: GrpoConfig) -> LossOutput:
-    """The loss summed over tokens, and sums of what is reported."""
+    """Return the loss and the metrics, each summed over tokens."""
     new = inputs.logprobs
-    # An unknown logprob counts as the current one: ratio 1, and the gradient of REINFORCE.
+    # An unknown logprob counts as the current one: its ratio is 1, its gradient REINFORCE's.
     old = torch.where(inputs.old_logprobs.isnan(), new.detach(), inputs.old_logprobs)
     advantages = inputs.advantages
     log_ratio = new - old
@@ -76,7 +76,7 @@ def grpo_loss(inputs: LossInputs, config: GrpoConfig) -> LossOutput:
 
 
 def importance_ratio(log_ratio: Tensor, sequences: Tensor, config: GrpoConfig) -> Tensor:
-    """[N] ratio of new to old probability, of each token or of its sequence (GSPO)."""
+    """[N] ratio of new to old probability, per token or per sequence (GSPO)."""
     level = config.importance_sampling_level
     if level == "token":
         return log_ratio.exp()
@@ -89,7 +89,7 @@ def importance_ratio(log_ratio: Tensor, sequences: Tensor, config: GrpoConfig) -
 
 
 def sequence_mean(values: Tensor, sequences: Tensor) -> Tensor:
-    """[N] mean of `values` over the tokens of each token's own sequence."""
+    """[N] mean of `values` over the sequence of each token."""
     count = int(sequences.max()) + 1
     total = values.new_zeros(count).index_add(0, sequences, values)
     tokens = values.new_zeros(count).index_add(0, sequences, torch.ones_like(values))
@@ -97,7 +97,7 @@ def sequence_mean(values: Tensor, sequences: Tensor) -> Tensor:
 
 
 def mismatch_weight(inputs: LossInputs, old: Tensor, cap: float) -> Tensor:
-    """[N] learner over sampler probability of the sampled token, at most `cap`."""
+    """[N] ratio of the learner's to the sampler's probability of the token, at most `cap`."""
     sampler = torch.where(inputs.sampler_logprobs.isnan(), old, inputs.sampler_logprobs)
     return (old - sampler).exp().clamp(max=cap).detach()
 
@@ -120,7 +120,7 @@ def _metrics(
             "loss/kl_div": k3(old, new).sum(),
             "loss/clip_frac": was_clipped.float().sum(),
             "loss/ratio": ratio.sum(),
-            # How far the engine's probabilities are from the learner's for the same tokens.
+            # The difference between the engine's and the learner's probabilities of these tokens.
             "loss/sampler_kl": k3(sampler, new).sum(),
             "loss/sampler_gap": (new - sampler).abs().sum(),
         }

@@ -1,7 +1,7 @@
-"""One train call: groups in, gradient steps, one checkpoint more.
+"""Runs one train call: turns groups into gradient steps and a new checkpoint.
 
-Straight through, top to bottom: read the last good checkpoint, prepare and pack the groups,
-take the gradient steps, write the next checkpoint.
+It reads the last good checkpoint, prepares and packs the groups, takes the gradient steps and
+writes the next checkpoint.
 """
 
 import gc
@@ -19,13 +19,12 @@ from trainer.config import GrpoConfig, LoraConfig, SftConfig, StepConfig
 from trainer.errors import OutOfMemory
 from trainer.learner.clock import Clock
 from trainer.learner.gradient import GradientSteps, row_logprobs
-from trainer.learner.load_policy import load_policy
 from trainer.learner.pack import Row, Sample, pack
 from trainer.learner.plot import NAME as PICTURE
 from trainer.learner.plot import plot_rows
 from trainer.learner.prepare import Prepared, prepare
 from trainer.learner.sft import SUPERVISED, prepare_sft
-from trainer.learner.state import State, check_belongs, lora_shape
+from trainer.learner.state import State, check_belongs, load_policy, lora_shape
 from trainer.learner.world import World
 from trainer.policy.model import Policy
 
@@ -33,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class Learner:
-    """Trains LoRAs of one base model. Holds one run at a time; another is read from its disk."""
+    """Trains one base model. Holds one run in memory at a time, and reads others from disk."""
 
     def __init__(
         self,
@@ -54,10 +53,10 @@ class Learner:
         self.tokenizer = Tokenizer(directory)
         self.state: State | None = None
         self._clock = Clock()
-        self.loaded: tuple[Path, int] | None = None  # the run and step that `state` holds
+        self.loaded: tuple[Path, int] | None = None  # the run and step in `state`
 
     def prepare(self, checkpoints: Path, lora: LoraConfig | None) -> int:
-        """The run's latest good step; a new run gets checkpoint 0 with a fresh LoRA."""
+        """Return the run's latest good step. A new run gets checkpoint 0 with a fresh LoRA."""
         step = self.world.on_first(lambda: self._latest(checkpoints))
         if step is None:
             step = 0
@@ -76,7 +75,7 @@ class Learner:
         config: StepConfig,
         lora: LoraConfig | None,
     ) -> Iterator[dict[str, Any]]:
-        """Yield the metrics of each gradient step, then the checkpoint that was made."""
+        """Yield the metrics of each gradient step, then the new checkpoint."""
         self._clock = Clock()
         try:
             step = self._load(checkpoints, lora)
@@ -86,7 +85,7 @@ class Learner:
             else:
                 yield from self._train(checkpoints, step, groups, config, lora)
         except BaseException as error:
-            # Weights may be half stepped: the next call starts from the last good checkpoint.
+            # Weights may be partly updated: the next call starts from the last good checkpoint.
             self.loaded = None
             if not isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -111,7 +110,7 @@ class Learner:
         (row,) = pack([sample], length=None)
         policy, compiled = self.state.policy, self.state.policy.compiled
         if not self.fp8:
-            policy.compiled = None  # nothing is compiled for a few tokens
+            policy.compiled = None  # compiling is not worth it for a few tokens
         try:
             scores: list[float] = row_logprobs(policy, row.to(self.device))[0].tolist()
         finally:
@@ -164,7 +163,7 @@ class Learner:
             rows=[row for batch in batches for row in batch] if config.plot_tensors else [],
         )
         self.loaded = (checkpoints, step + 1)
-        yield self._made(path, step + 1, prepared.dropped)
+        yield self._result(path, step + 1, prepared.dropped)
 
     def _train_sft(
         self,
@@ -174,13 +173,13 @@ class Learner:
         config: SftConfig,
         lora: LoraConfig | None,
     ) -> Iterator[dict[str, Any]]:
-        """The supervised kind: the same gradient steps, in the order of the trajectories."""
+        """Take supervised gradient steps, in the order of the trajectories."""
         assert self.state is not None
         prepared, batches = prepare_sft(
             self.tokenizer, groups, config, limit=self._limit(config.max_seq_length)
         )
         if not batches:
-            logger.warning("step %s trains on nothing: no assistant said anything", step + 1)
+            logger.warning("step %s trains on nothing: no assistant messages", step + 1)
             yield prepared.metrics
         steps = GradientSteps(
             self.state, SUPERVISED, step, 0.0, base=self._reference, world=self.world
@@ -192,9 +191,9 @@ class Learner:
                 yield {**prepared.metrics, **metrics}
         path = self._save(self.state, checkpoints, step + 1, lora, parent=step, config=config)
         self.loaded = (checkpoints, step + 1)
-        yield self._made(path, step + 1, prepared.dropped)
+        yield self._result(path, step + 1, prepared.dropped)
 
-    def _made(self, path: Path, step: int, dropped: list[dict[str, Any]]) -> dict[str, Any]:
+    def _result(self, path: Path, step: int, dropped: list[dict[str, Any]]) -> dict[str, Any]:
         self._clock.lap("time/save_s")
         return {
             "checkpoint": str(path),
@@ -204,7 +203,7 @@ class Learner:
         }
 
     def _batches(self, prepared: Prepared, config: GrpoConfig) -> list[list[Row]]:
-        """The rows of each gradient step, in an order drawn from the run's own generator."""
+        """The rows of each gradient step, in random order drawn from the run's generator."""
         assert self.state is not None
         if not prepared.samples:
             return []
@@ -231,34 +230,34 @@ class Learner:
         return checkpoint.latest(checkpoints)
 
     def _new_state(self, lora: LoraConfig | None) -> State:
-        self.state = self.loaded = None  # few cards have room for two base models
-        gc.collect()  # a policy and its compiled layers hold each other
-        # Every weight that is trained is kept in fp32: AdamW's steps are lost in bf16.
+        self.state = self.loaded = None  # few GPUs have memory for two base models
+        gc.collect()  # a policy and its compiled layers refer to each other
+        # Trained weights are kept in fp32, because bf16 would lose AdamW's small steps.
         policy = self._load_policy(lora, torch.float32 if lora is None else self.dtype)
         self.world.shard(policy)
         self.state = State(policy, seed=lora.seed if lora else 0)
         return self.state
 
     def _reference(self) -> Policy:
-        """A frozen copy of the base model, for full finetuning under a KL penalty."""
+        """Load a frozen copy of the base model, for full finetuning with a KL penalty."""
         policy = self._load_policy(None, self.dtype)
         policy.requires_grad_(False)
         return policy
 
     def _load_policy(self, lora: LoraConfig | None, dtype: torch.dtype) -> Policy:
-        place = partial(load_policy, device=self.device, world=self.world, fp8=self.fp8)
+        load = partial(load_policy, device=self.device, world=self.world, fp8=self.fp8)
         try:
-            return place(self.directory, lora, dtype=dtype)
+            return load(self.directory, lora, dtype=dtype)
         except torch.OutOfMemoryError as exc:
             raise OutOfMemory(f"The base model does not fit the GPU: {exc}") from exc
 
     def _load(self, checkpoints: Path, lora: LoraConfig | None) -> int:
-        """Bring the run's latest good step into memory."""
+        """Load the run's latest good step into memory."""
         newest = self.world.on_first(lambda: checkpoint.newest(checkpoints))
         if newest is not None and self.loaded == (checkpoints, newest):
             assert self.state is not None
             if self.state.policy.lora == lora:
-                return newest  # written by this process: its files need not be hashed again
+                return newest  # this process wrote it, so its files need no verification
         step = self.prepare(checkpoints, lora)
         if self.loaded == (checkpoints, step):
             return step
@@ -280,7 +279,7 @@ class Learner:
         config: StepConfig | None,
         rows: Sequence[Row] = (),
     ) -> Path:
-        about = {
+        metadata = {
             "base_model": self.base_model,
             "lora": lora_shape(lora),
             "parent": parent,
@@ -292,6 +291,6 @@ class Learner:
                 plot_rows(rows, directory / PICTURE)
             return state.write(directory, base_model=self.base_model)
 
-        save = partial(checkpoint.save, checkpoints, step, write, about)
-        # A step that was trained is in the server's journal until the server has synced it.
+        save = partial(checkpoint.save, checkpoints, step, write, metadata)
+        # A trained step is in the server's journal until the server has synced it.
         return Path(self.world.on_first(lambda: str(save(synced=parent is None))))

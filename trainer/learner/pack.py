@@ -1,9 +1,9 @@
-"""Groups of token sequences to packed rows in which every shared prefix is computed once.
+"""Packs groups of token sequences into rows in which every shared prefix is computed once.
 
-The sequences of a group form a tree: a prompt, the completions that fork from it, their own forks
-in later turns. A row holds one or several trees laid out depth first, so that what a token may
-look at is: itself, what precedes it in its segment, and the segments above. The token after a
-fork is predicted from the last shared position, so nothing is stored twice and nothing is padded.
+The sequences of a group form a tree: a prompt, the completions that fork from it, and their forks
+in later turns. A row stores one or more trees depth first. A token attends to itself, to earlier
+tokens of its segment and to the segments above. The token after a fork is predicted from the last
+shared position, so nothing is stored twice or padded.
 """
 
 import math
@@ -28,7 +28,7 @@ Column = NDArray[np.int64] | NDArray[np.float64]
 
 @dataclass
 class Sample:
-    """One token sequence with what the loss needs to know of it."""
+    """One token sequence with the data that the loss needs."""
 
     ids: list[int]
     mask: list[bool]
@@ -36,7 +36,7 @@ class Sample:
     advantage: float
     weight: float
     group: int
-    """Sequences of one group may share prefixes."""
+    """Only sequences of one group share prefixes."""
     trajectory: int
 
     @cached_property
@@ -45,12 +45,12 @@ class Sample:
 
     @cached_property
     def inputs(self) -> int:
-        """Tokens the model must read: nothing after the last one that predicts a chosen token."""
+        """Number of tokens the model must read: up to the last that predicts a chosen token."""
         return len(self.mask) - 1 - self.mask[::-1].index(True)
 
     @property
     def read(self) -> Ids:
-        """Those tokens."""
+        """The tokens that the model must read."""
         return self.array[: self.inputs]
 
 
@@ -61,30 +61,30 @@ class Row:
     tokens: Tensor  # [T]
     positions: Tensor  # [T] position of each token in its own sequence
     segments: Tensor  # [T] segment of the tree
-    ends: Ids  # [T] where in the row the subtree of each token's segment ends; stays on the CPU
-    ancestors: Tensor  # [S, S] True where a segment may look at another, itself included
+    ends: Ids  # [T] end in the row of the subtree of each token's segment; stays on the CPU
+    ancestors: Tensor  # [S, S] True where a segment attends to another or to itself
     predictors: Tensor  # [N] index in the row of the token before each chosen one
     targets: Tensor  # [N] the chosen tokens
     sampler_logprobs: Tensor  # [N] the sampler's; NaN where unknown
     advantages: Tensor  # [N]
     weights: Tensor  # [N]
-    sequences: Tensor  # [N] which sequence a chosen token belongs to
+    sequences: Tensor  # [N] number of the sequence that a chosen token belongs to
     trajectories: int
     unshared: int
-    """Tokens the row would have without sharing."""
+    """Number of tokens that the row would have without sharing."""
     capacity: int
-    """Tokens the row was packed to hold at most: the same for every row of a step."""
+    """Maximum number of tokens of a row, the same for every row of a step."""
     separate: tuple[int, ...] = ()
-    """Tokens of each sequence, where none of them shares any with another."""
+    """Number of tokens of each sequence, if no two sequences share any."""
 
     def mask(self) -> Tensor:
-        """[T, T] True where a query (first) may look at a key."""
+        """[T, T] True where a query (first axis) attends to a key."""
         length, device = len(self.tokens), self.tokens.device
         causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
         return causal & self.ancestors[self.segments][:, self.segments]
 
     def attention_mask(self) -> "list[Block] | BlockMask":
-        """What `mask` allows, as the row's device computes it: only the parts worth computing."""
+        """The same mask in a form that lets the row's device skip hidden parts."""
         if self.tokens.is_cuda:
             return self._flex_mask()
         lengths = torch.bincount(self.segments, minlength=len(self.ancestors))
@@ -117,7 +117,7 @@ class _Segment:
 
 
 class PrefixTree:
-    """The sequences of one group, every shared prefix stored once."""
+    """The sequences of one group, with every shared prefix stored once."""
 
     def __init__(self) -> None:
         self.segments: list[_Segment] = []
@@ -126,7 +126,7 @@ class PrefixTree:
         self.size = 0
 
     def cost(self, ids: Ids) -> int:
-        """Tokens that adding `ids` would add."""
+        """The number of tokens that `ids` would add."""
         _, matched, _ = self._walk(ids)
         return len(ids) - matched
 
@@ -141,7 +141,7 @@ class PrefixTree:
         self.samples.append(sample)
 
     def path(self, ids: Ids) -> list[int]:
-        """Segments from the root to the end of `ids`, all of which must be in the tree."""
+        """The segments from the root to the end of `ids`, which must be in the tree."""
         at, children, found = 0, self.roots, []
         while at < len(ids):
             index = children[int(ids[at])]
@@ -151,7 +151,7 @@ class PrefixTree:
         return found
 
     def order(self) -> list[int]:
-        """Segments depth first: parents before children."""
+        """The segments in depth-first order, parents before children."""
         stack, order = list(reversed(self.roots.values())), []
         while stack:
             index = stack.pop()
@@ -160,7 +160,7 @@ class PrefixTree:
         return order
 
     def _walk(self, ids: Ids) -> tuple[int | None, int, int]:
-        """The segment reached, tokens matched in all, and tokens matched within that segment."""
+        """Return the segment reached, all tokens matched, and those matched in that segment."""
         at: int | None = None
         matched, inside, children = 0, 0, self.roots
         while matched < len(ids) and int(ids[matched]) in children:
@@ -176,7 +176,7 @@ class PrefixTree:
         return at, matched, inside
 
     def _split(self, at: int, inside: int) -> None:
-        """Cut a segment in two: the index keeps the upper part."""
+        """Split a segment in two. Its index keeps the upper part."""
         segment = self.segments[at]
         lower = _Segment(segment.ids[inside:], segment.start + inside, at, segment.children)
         for child in lower.children.values():
@@ -191,11 +191,11 @@ class PrefixTree:
 
 
 def pack(samples: Sequence[Sample], *, length: int | None, share: bool = True) -> list[Row]:
-    """Pack `samples` into rows of at most `length` tokens (None: the longest, up to 2,048s)."""
+    """Pack `samples` into rows of at most `length` tokens. None fits the longest sample."""
     longest = max(sample.inputs for sample in samples)
     if length is None:
         length = math.ceil(longest / 2048) * 2048
-    assert longest <= length, "the caller drops what does not fit"
+    assert longest <= length, "the caller drops samples that do not fit"
     bins: list[list[PrefixTree]] = []
     for tree in sorted(_trees(samples, length, share), key=lambda tree: -tree.size):
         for trees in bins:
@@ -208,14 +208,14 @@ def pack(samples: Sequence[Sample], *, length: int | None, share: bool = True) -
 
 
 def _trees(samples: Sequence[Sample], length: int, share: bool) -> list[PrefixTree]:
-    """A tree per group; a group that does not fit one row becomes several."""
+    """One tree per group, or several if the group does not fit into one row."""
     groups: dict[int, list[Sample]] = {}
     for number, sample in enumerate(samples):
         groups.setdefault(sample.group if share else number, []).append(sample)
     trees = []
     for group in groups.values():
         tree = PrefixTree()
-        # In order of their tokens, those that share the longest prefixes stay together.
+        # Sorted by tokens, samples that share the longest prefixes stay together.
         for sample in sorted(group, key=lambda sample: sample.ids):
             if tree.size + tree.cost(sample.read) > length:
                 trees.append(tree)
@@ -233,7 +233,7 @@ def _row(trees: list[PrefixTree], capacity: int) -> Row:
     ancestors = torch.zeros(0, 0, dtype=torch.bool)
     size = sequences = 0
     for tree in trees:
-        offsets = {}  # segment -> its place in the row
+        offsets = {}  # segment -> its offset in the row
         base = len(ancestors)
         order = tree.order()
         ancestors = torch.block_diag(ancestors, _ancestors(tree, order))  # type: ignore[no-untyped-call]
@@ -249,8 +249,8 @@ def _row(trees: list[PrefixTree], capacity: int) -> Row:
             sequences += 1
     samples = [sample for tree in trees for sample in tree.samples]
     columns = [torch.from_numpy(np.concatenate(parts)) for parts in zip(*chosen, strict=True)]
-    last = np.cumsum([len(ids) for ids in tokens])  # [S] where each segment itself ends
-    below = np.where(ancestors, last[:, None], 0).max(axis=0)  # [S] and with all that fork from it
+    last = np.cumsum([len(ids) for ids in tokens])  # [S] end of each segment
+    below = np.where(ancestors, last[:, None], 0).max(axis=0)  # [S] end of each segment's subtree
     return Row(
         tokens=torch.from_numpy(np.concatenate(tokens)),
         positions=torch.from_numpy(np.concatenate(positions)),
@@ -286,7 +286,6 @@ def _chosen(
     tree: PrefixTree, sample: Sample, offsets: dict[int, int], sequence: int
 ) -> list[Column]:
     """Predictors, targets, logprobs, advantages, weights and sequence of the chosen tokens."""
-    ids = sample.array
     place = np.concatenate(
         [
             offsets[index] + np.arange(len(tree.segments[index].ids))
@@ -297,4 +296,4 @@ def _chosen(
     at = at[at > 0]
     same = (sample.advantage, sample.weight, sequence)
     logprobs = np.asarray(sample.logprobs)[at]
-    return [place[at - 1], ids[at], logprobs, *(np.full(len(at), value) for value in same)]
+    return [place[at - 1], sample.array[at], logprobs, *(np.full(len(at), value) for value in same)]

@@ -1,4 +1,4 @@
-"""`plot_tensors`: a picture of the packed rows of a step, one line of pixels a row of tokens."""
+"""Draws the packed rows of a step for `plot_tensors`, one line of pixels per row."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,8 +14,8 @@ Panel = NDArray[np.float64]
 
 
 def plot_rows(rows: Sequence[Row], path: Path) -> None:
-    """Draw what each token of each row is; white is what has no value there."""
-    # Not through pyplot: it keeps every figure, and picks a window system.
+    """Draw the data of every token in `rows`. White means that a token has no value."""
+    # Not through pyplot, which keeps every figure and selects a window system.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -32,10 +32,10 @@ def plot_rows(rows: Sequence[Row], path: Path) -> None:
 
 
 def panels_of(rows: Sequence[Row]) -> dict[str, Panel]:
-    """What is drawn: title -> [rows, tokens], NaN where there is no value.
+    """The panels to draw: title -> [rows, tokens], NaN where there is no value.
 
-    What belongs to a chosen token is drawn at the token that predicts it; where branches fork,
-    several tokens are predicted at one place, and their mean is drawn.
+    Values of a chosen token are drawn at the token that predicts it. At a fork one token predicts
+    several, and their mean is drawn.
     """
     return {
         "Token ids": _panel(rows, lambda row: row.tokens.tolist()),
@@ -52,8 +52,8 @@ def panels_of(rows: Sequence[Row]) -> dict[str, Panel]:
 def _panel(rows: Sequence[Row], values: Callable[[Row], Sequence[float] | Panel]) -> Panel:
     panel = np.full((len(rows), max(len(row.tokens) for row in rows)), np.nan)
     for line, row in enumerate(rows):
-        found = values(row)
-        panel[line, : len(found)] = found
+        row_values = values(row)
+        panel[line, : len(row_values)] = row_values
     return panel
 
 

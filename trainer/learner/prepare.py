@@ -1,4 +1,4 @@
-"""Groups of a train request to samples with advantages, and the reason for each one left out."""
+"""Converts the groups of a train request to samples with advantages, and reports dropped ones."""
 
 import math
 import statistics
@@ -18,13 +18,13 @@ Metrics = dict[str, float]
 
 @dataclass
 class Prepared:
-    """What a step trains on, what it does not and why, and the counts that are reported."""
+    """The samples of a step, the groups and trajectories dropped with reasons, and metrics."""
 
     samples: list[Sample] = field(default_factory=list)
     dropped: list[dict[str, Any]] = field(default_factory=list)
     metrics: Metrics = field(default_factory=dict)
     reward_std_dev: float = 0.0
-    """Mean over trainable groups of the rewards' standard deviation."""
+    """Standard deviation of the rewards, averaged over trainable groups."""
 
     def drop(self, reason: str, group: int, **detail: Any) -> None:
         self.dropped.append({"reason": reason, "group": group, **detail})
@@ -38,7 +38,7 @@ def prepare(
     limit: int,
     vocabulary: int,
 ) -> Prepared:
-    """Tokenise and weigh every group; `limit` is the longest sequence that is trained on."""
+    """Tokenise and weight every group. Sequences longer than `limit` are dropped."""
     result = Prepared()
     deviations = []
     retokenized = trajectories = trainable = 0
@@ -84,7 +84,7 @@ def prepare(
 
 
 def group_advantages(rewards: Sequence[float], *, scale: bool) -> list[float] | None:
-    """Rewards centred on the group's mean, or None when there is nothing to learn from them."""
+    """Rewards centred on the group's mean, or None if all are equal (nothing to learn)."""
     if all(reward == rewards[0] for reward in rewards):  # not `centred == 0`: means are inexact
         return None
     mean = statistics.fmean(rewards)
@@ -99,7 +99,7 @@ def _rewards(members: Sequence[Mapping[str, Any]], group: int) -> list[float]:
         if not isinstance(reward, int | float) or not math.isfinite(reward):
             raise BadRequest(
                 f"Trajectory `{number}` of group `{group}` has the reward `{reward}`",
-                hint="A reward must be a finite number; mend the reward function",
+                hint="Fix the reward function: a reward must be a finite number",
             )
         rewards.append(float(reward))
     return rewards
@@ -111,7 +111,7 @@ def _check_ids(tokenized: Tokenized, vocabulary: int) -> None:
             if not 0 <= token < vocabulary:
                 raise BadRequest(
                     f"A choice has the token id `{token}`, and the model has `{vocabulary}` tokens",
-                    hint="Train the model that sampled it, and send choices as they came",
+                    hint="Train the model that sampled it, and send choices unchanged",
                 )
 
 
@@ -140,7 +140,7 @@ def _samples(tokenized: Tokenized, advantage: float, group: int, trajectory: int
 
 
 def _balance(samples: list[Sample], config: GrpoConfig) -> None:
-    """Scale weights to a mean of 1 over tokens and, if asked, advantages to a mean size of 1."""
+    """Scale weights to a mean of 1 over tokens and, if set, advantages to a mean size of 1."""
     tokens = [sum(sample.mask) for sample in samples]
     if config.loss_mean == "token":
         for sample in samples:

@@ -1,4 +1,4 @@
-"""The learner as the backend sees it: a worker process that turns groups into a checkpoint."""
+"""The server's handle of the learner, a worker process that turns groups into checkpoints."""
 
 import logging
 from collections.abc import AsyncIterator
@@ -14,7 +14,7 @@ MODULE = "trainer.learner.torchrun"
 
 
 class LearnerProcess:
-    """Handle of the learner: its one process, or torchrun's agent above several."""
+    """Starts, stops and calls the learner: its single process, or torchrun's agent for several."""
 
     def __init__(self, base_model: str, *, log: Path, config: ServerConfig | None = None) -> None:
         config = config or ServerConfig()
@@ -27,7 +27,7 @@ class LearnerProcess:
             environment=gpu_environment(config.learner_devices),
         )
         self.crowded = False
-        """Whether a step did not fit beside the engine, which then sleeps during every one."""
+        """Whether a step did not fit beside the engine, which then sleeps during every step."""
 
     @property
     def running(self) -> bool:
@@ -40,7 +40,7 @@ class LearnerProcess:
         await self._worker.stop()
 
     async def prepare(self, checkpoints: Path, lora: LoraConfig) -> int:
-        """Make sure there is a checkpoint to start from, and return the newest good step."""
+        """Ensure that there is a checkpoint to start from, and return the newest good step."""
         await self._worker.revive()
         answer = await self._worker.call(
             "prepare", checkpoints=str(checkpoints), lora=lora.model_dump(mode="json")
@@ -54,7 +54,7 @@ class LearnerProcess:
         config: StepConfig,
         lora: LoraConfig,
     ) -> AsyncIterator[dict[str, Any]]:
-        """Train one step: a row of metrics per gradient step, then the row of the checkpoint."""
+        """Train one step. Yield a row of metrics per gradient step, then the checkpoint's row."""
         await self._worker.revive()
         async for row in self._worker.stream(
             "train",
@@ -66,11 +66,11 @@ class LearnerProcess:
             yield row
 
     async def release(self) -> None:
-        """Give back memory that is held for the next step; one that died has done so."""
+        """Release memory reserved for the next step. A learner that died holds none."""
         try:
             await self._worker.call("release")
-        except TrainerError as error:  # the step stands
-            logger.warning("the learner did not give its memory back: %s", error.message)
+        except TrainerError as error:  # the step is valid all the same
+            logger.warning("the learner did not release its memory: %s", error.message)
 
     async def score(
         self,

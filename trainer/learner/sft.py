@@ -1,7 +1,7 @@
-"""Supervised steps: trajectories to samples whose loss is the cross-entropy of assistants' turns.
+"""Converts trajectories to the samples of supervised steps, which train on assistant messages.
 
-The loss is GRPO's own: with an advantage of one, and the current policy taken as the one that
-sampled, CISPO is -logprob, token by token.
+The loss is GRPO's. With an advantage of one, and the current policy as the one that sampled, CISPO
+is -logprob per token: the cross-entropy.
 """
 
 import itertools
@@ -22,10 +22,10 @@ SUPERVISED = GrpoConfig(allow_training_without_logprobs=True, max_grad_norm=1.0)
 def prepare_sft(
     tokenizer: Tokenizer, groups: Sequence[Mapping[str, Any]], config: SftConfig, *, limit: int
 ) -> tuple[Prepared, list[list[Sample]]]:
-    """The samples of each gradient step, with the counts that are reported."""
+    """Return the metrics, and the samples of each gradient step."""
     prepared = Prepared()
     trajectories = [member for group in groups for member in group.get("trajectories") or []]
-    taught: list[list[Sample]] = []
+    kept: list[list[Sample]] = []
     for number, trajectory in enumerate(trajectories):
         samples = _samples(tokenizer, trajectory, number)
         if not samples:
@@ -33,16 +33,16 @@ def prepare_sft(
         elif any(len(sample.ids) > limit for sample in samples):
             prepared.drop("too_long", 0, trajectory=number)
         else:
-            taught.append(samples)
+            kept.append(samples)
     size = config.trajectories_a_step
     batches = [
-        list(itertools.chain.from_iterable(taught[at : at + size]))
-        for at in range(0, len(taught), size)
+        list(itertools.chain.from_iterable(kept[at : at + size]))
+        for at in range(0, len(kept), size)
     ]
     if len(config.rates(len(batches))) != len(batches):
         raise BadRequest(
             f"There are `{len(batches)}` gradient steps and fewer learning rates",
-            hint="Give one `learning_rate`, or as many as there are batches",
+            hint="Set one `learning_rate`, or one for each gradient step",
         )
     tokens = sum(sum(sample.mask) for batch in batches for sample in batch)
     prepared.metrics = {
@@ -59,8 +59,8 @@ def prepare_sft(
 
 def _samples(tokenizer: Tokenizer, trajectory: Mapping[str, Any], number: int) -> list[Sample]:
     histories = [trajectory, *(trajectory.get("additional_histories") or [])]
-    spoken = [{**history, "messages_and_choices": _as_choices(history)} for history in histories]
-    whole = {**spoken[0], "additional_histories": spoken[1:]}
+    converted = [{**history, "messages_and_choices": _as_choices(history)} for history in histories]
+    whole = {**converted[0], "additional_histories": converted[1:]}
     tokenized = tokenize_trajectory(tokenizer, whole, allow_without_logprobs=True)
     return [
         Sample(
@@ -77,7 +77,7 @@ def _samples(tokenizer: Tokenizer, trajectory: Mapping[str, Any], number: int) -
 
 
 def _as_choices(history: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The messages with what assistants said as choices, which are what is trained on."""
+    """The messages, with those of assistants as choices, so that they are trained on."""
     return [
         {"finish_reason": "stop", "message": item} if item.get("role") == "assistant" else item
         for item in history.get("messages_and_choices") or []

@@ -1,6 +1,6 @@
-"""What a run carries from step to step: trained weights, AdamW's moments, the generator.
+"""The state of a run: its policy, the trained weights, AdamW's moments and the generator.
 
-On disk it is safetensors files in a checkpoint; nothing is ever unpickled.
+A checkpoint stores the last three as safetensors files; nothing is ever unpickled.
 """
 
 import json
@@ -17,20 +17,22 @@ from torch import Tensor
 from kit.manifest import read_manifest
 from trainer import checkpoint
 from trainer.config import LoraConfig
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, Unsupported
 from trainer.learner.tensor_file import write_tensors
 from trainer.learner.world import World
-from trainer.policy.model import Policy, load_lora, peft_config
+from trainer.policy.compiled import CompiledLayers
+from trainer.policy.model import Policy, load_lora, load_model, peft_config
 
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 FULL = "model.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
-OPTIMIZER = "optimizer.{}.safetensors"  # one for each moment: as large as the weights, all at once
+OPTIMIZER = "optimizer.{}.safetensors"  # one per moment: as large as the weights, written at once
+FP8_CAPABILITY = (8, 9)  # Ada and Hopper; an A100 has no fp8 products
 
 
 class State:
-    """The trained weights of `policy`, its optimizer and its randomness."""
+    """A policy, its trained weights, their optimizer and the random generator."""
 
     def __init__(self, policy: Policy, seed: int) -> None:
         self.policy = policy
@@ -40,11 +42,11 @@ class State:
         self.generator = torch.Generator().manual_seed(seed)
 
     def write(self, directory: Path, *, base_model: str) -> dict[str, str]:
-        """Write the files of a checkpoint into `directory`; tells the sha256 of the large ones."""
+        """Write a checkpoint's files into `directory`. Returns the sha256 of the large ones."""
         lora = self.policy.lora
         weights: dict[str, Tensor] = {name: it.detach() for name, it in self.names.items()}
         files = {ADAPTER if lora else FULL: weights, **self._optimizer_files()}
-        with ThreadPoolExecutor(len(files)) as pool:  # a file is on its way while the next is read
+        with ThreadPoolExecutor(len(files)) as pool:  # write a file while the next is copied
             written = {
                 name: pool.submit(write_tensors, on_cpu(tensors), directory / name)
                 for name, tensors in files.items()
@@ -55,7 +57,7 @@ class State:
         return {name: one.result() for name, one in written.items()}
 
     def read(self, directory: Path, world: World) -> None:
-        """Go on from the checkpoint in `directory`, whose files have been verified."""
+        """Load the checkpoint in `directory`, whose files have been verified."""
         if self.policy.lora is not None:
             load_lora(self.policy, world.tensors(lambda: read_tensors(directory / ADAPTER)))
         else:
@@ -77,7 +79,7 @@ class State:
                 }
 
     def _optimizer_files(self) -> dict[str, dict[str, Tensor]]:
-        """What each file of the optimizer holds; the first has the counts and the generator too."""
+        """The optimizer's files. The first also holds the step counts and the generator."""
         held = [(name, self.optimizer.state.get(it, {})) for name, it in self.names.items()]
         counts = {f"step.{name}": state["step"] for name, state in held if state}
         first, second = (
@@ -89,7 +91,7 @@ class State:
 
 
 def on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copies on the CPU; from a GPU all of them are on their way at once."""
+    """Copy tensors to the CPU. Copies from a GPU run all at once."""
     copies = {
         name: (tensor.to("cpu", non_blocking=True) if tensor.is_cuda else tensor).contiguous()
         for name, tensor in tensors.items()
@@ -109,27 +111,27 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_optimizer(directory: Path) -> dict[str, Tensor]:
-    """The optimizer's tensors, from the files that the manifest vouches for."""
+    """Read the optimizer's tensors from the files in the manifest."""
     manifest = read_manifest(directory) or {"files": {}}
     tensors: dict[str, Tensor] = {}
     for name in manifest["files"]:
-        if fnmatch(name, "optimizer*.safetensors"):  # older checkpoints have one
+        if fnmatch(name, "optimizer*.safetensors"):  # older checkpoints have a single one
             tensors |= read_tensors(directory / name)
     if "generator" not in tensors:
         raise CheckpointError(
-            f"The checkpoint `{directory}` has no state of an optimizer",
+            f"The checkpoint `{directory}` has no optimizer state",
             hint="Use the step before it, or pull it again",
         )
     return tensors
 
 
 def lora_shape(lora: LoraConfig | None) -> dict[str, Any] | None:
-    """What of a LoRA's settings must not change during a run; None trains every weight."""
+    """The LoRA settings that must not change during a run. None trains every weight."""
     return lora.model_dump(mode="json", exclude={"seed"}) if lora else None
 
 
 def check_belongs(path: Path, *, base_model: str, lora: LoraConfig | None) -> None:
-    """Raise unless the checkpoint at `path` is whole, and of this base model and LoRA."""
+    """Raise unless the checkpoint at `path` is complete and has this base model and LoRA."""
     manifest = checkpoint.verify(path)
     for what, found, wanted in (
         ("base model", manifest.get("base_model"), base_model),
@@ -137,6 +139,41 @@ def check_belongs(path: Path, *, base_model: str, lora: LoraConfig | None) -> No
     ):
         if found != wanted:
             raise CheckpointError(
-                f"The checkpoint `{path}` is of the {what} `{found}`, not `{wanted}`",
-                hint="Register the run under another name, or with what it was started with",
+                f"The checkpoint `{path}` has the {what} `{found}`, not `{wanted}`",
+                hint="Register the run under another name, or with its original settings",
             )
+
+
+def load_policy(
+    directory: Path,
+    lora: LoraConfig | None,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    world: World,
+    fp8: bool,
+) -> Policy:
+    """Load a policy in the form that is fastest on `device`."""
+    if fp8:
+        _check_fp8(lora, dtype, device, world)
+    policy = load_model(directory, lora=lora, dtype=dtype, device=device)
+    # FSDP gathers sharded weights in the layers' own `forward`, which compiled layers bypass.
+    if device.type == "cuda" and world.size == 1:
+        policy.compiled = CompiledLayers(policy.layers, policy.architecture, fp8=fp8)
+    return policy
+
+
+def _check_fp8(
+    lora: LoraConfig | None, dtype: torch.dtype, device: torch.device, world: World
+) -> None:
+    if device.type != "cuda" or world.size > 1 or lora is None:
+        raise Unsupported(
+            "`quantization: fp8` can only train a LoRA, in one process on a CUDA GPU",
+            hint="Remove `quantization`, or set `learner_devices` to one GPU",
+        )
+    if torch.cuda.get_device_capability(device) < FP8_CAPABILITY or dtype != torch.bfloat16:
+        raise Unsupported(
+            f"`quantization: fp8` does not work on `{torch.cuda.get_device_name(device)}` with "
+            f"weights in `{dtype}`",
+            hint="Remove `quantization`, or use an L4, L40S, H100 or newer",
+        )

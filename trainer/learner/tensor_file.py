@@ -1,6 +1,6 @@
-"""A safetensors file that is hashed while it is written: everybody waits for a checkpoint.
+"""Writes a safetensors file and hashes it at the same time, because training waits for it.
 
-The format is a length, a header in JSON and the bytes of the tensors: `safetensors` reads it.
+The format is a length, a JSON header and the bytes of the tensors; `safetensors` can read it.
 """
 
 import hashlib
@@ -24,23 +24,23 @@ TYPES = {
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> str:
-    """Write tensors that are on the CPU; returns the sha256 of the file."""
-    # The widest numbers first, so that all of them lie where their width wants it.
+    """Write CPU tensors to `path` and return the sha256 of the file."""
+    # The widest types come first, so that every tensor is aligned to its element size.
     ranked = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, tensor in ranked:
         end = at + tensor.nbytes
-        about = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape)}
-        header[name] = {**about, "data_offsets": [at, end]}
+        entry = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape)}
+        header[name] = {**entry, "data_offsets": [at, end]}
         at = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     parts: list[bytes | memoryview] = [len(text).to_bytes(8, "little") + text]
     parts += [tensor.reshape(-1).view(torch.uint8).numpy().data for _, tensor in ranked]
     digest = hashlib.sha256()
-    with ThreadPoolExecutor(1) as beside, path.open("wb") as file:
-        hashing = beside.submit(lambda: list(map(digest.update, parts)))
+    with ThreadPoolExecutor(1) as pool, path.open("wb") as file:
+        hashing = pool.submit(lambda: list(map(digest.update, parts)))
         for part in parts:
             file.write(part)
         hashing.result()

@@ -1,8 +1,8 @@
-"""Trajectories, as they come over the wire, to token ids and the tokens the policy chose.
+"""Converts trajectories from a train request to token ids, and marks those the policy chose.
 
-The tokens that were sampled are the tokens that are trained on: exact ids from the ledger (`art`
-in a choice) win, then the ids in `token_id:N` logprobs, whose prompt is rendered by the chat
-template. Only a choice with neither is tokenised again, and counted.
+Training uses exactly the tokens that were sampled. Exact ids from the ledger (`art` in a choice)
+come first, then the ids in `token_id:N` logprobs, whose prompt the chat template renders. A choice
+with neither is tokenised again and counted.
 """
 
 import math
@@ -20,13 +20,13 @@ Item = Mapping[str, Any]
 
 @dataclass
 class TokenSequence:
-    """One path of tokens through the model."""
+    """One sequence of tokens for the model."""
 
     ids: list[int]
     mask: list[bool]
     """True where the policy chose the token."""
     logprobs: list[float]
-    """The sampler's logprobs; NaN where the policy did not choose or they are unknown."""
+    """The sampler's logprobs; NaN where unknown or where the policy did not choose the token."""
 
     def extend(self, ids: Sequence[int], *, chosen: bool, logprobs: Sequence[float] = ()) -> None:
         self.ids += ids
@@ -36,7 +36,7 @@ class TokenSequence:
 
 @dataclass
 class Tokenized:
-    """A trajectory's sequences, and how many of its choices were not exact."""
+    """A trajectory's sequences, and counts of its choices without exact tokens or logprobs."""
 
     sequences: list[TokenSequence] = field(default_factory=list)
     retokenized: int = 0
@@ -49,7 +49,7 @@ class Tokenized:
 
 @dataclass
 class _Choice:
-    """What is known of one choice: its own tokens, and its prompt's if the ledger has them."""
+    """The tokens of one choice, and those of its prompt if the ledger has them."""
 
     completion: list[int] | None
     logprobs: list[float]
@@ -59,7 +59,7 @@ class _Choice:
 def tokenize_trajectory(
     tokenizer: Tokenizer, trajectory: Mapping[str, Any], *, allow_without_logprobs: bool = False
 ) -> Tokenized:
-    """All histories of one trajectory. Choices without logprobs are left out unless allowed."""
+    """Tokenise a trajectory's histories. Choices without logprobs are skipped unless allowed."""
     result = Tokenized()
     histories = [trajectory, *(trajectory.get("additional_histories") or [])]
     for history in histories:
@@ -68,7 +68,7 @@ def tokenize_trajectory(
 
 
 class _History:
-    """One conversation, walked choice by choice."""
+    """Tokenises one conversation, choice by choice."""
 
     def __init__(
         self, tokenizer: Tokenizer, history: Mapping[str, Any], allow: bool, result: Tokenized
@@ -80,7 +80,7 @@ class _History:
         self.allow = allow
         self.result = result
         self.current: TokenSequence | None = None
-        self.rendered_to = 0  # messages whose tokens are in `current`
+        self.rendered_to = 0  # number of messages whose tokens are in `current`
 
     def run(self) -> None:
         for index, item in enumerate(self.items):
@@ -100,7 +100,7 @@ class _History:
             completion = self._retokenize(index)
             self.result.retokenized += 1
             if len(completion) != len(logprobs):
-                # The engine's tokens and ours differ, so that its logprobs belong to none of them.
+                # The engine's tokens differ from ours, so its logprobs belong to none of ours.
                 if logprobs and not self.allow:
                     self.result.without_logprobs += 1
                     return
@@ -109,7 +109,7 @@ class _History:
             return
         current = self.current
         if current is None or prompt[: len(current.ids)] != current.ids:
-            # A first choice, or a template that rewrites history: a path of its own.
+            # The first choice, or a template that rewrites history: start a new sequence.
             current = self.current = TokenSequence([], [], [])
             self.result.sequences.append(current)
         current.extend(prompt[len(current.ids) :], chosen=False)
@@ -117,12 +117,12 @@ class _History:
         self.rendered_to = index + 1
 
     def _prompt(self, index: int) -> list[int]:
-        """Ids of everything before choice `index`: exact where sampled, rendered elsewhere."""
+        """The ids of everything before choice `index`: exact if sampled, else rendered."""
         text = self._render(index, generation=True)
         current = self.current
         if current is None:
             return self.tokenizer.encode(text)
-        # After the last choice: what the template adds to its turn, then the messages since.
+        # Append the text that the template adds to the last choice, and the messages after it.
         before = self._render(self.rendered_to - 1, generation=True)
         through = self._render(self.rendered_to, generation=False)
         if not (through.startswith(before) and text.startswith(through)):
@@ -140,7 +140,7 @@ class _History:
         if not ends:
             return ""
         at, word = max(ends)
-        # A truncated completion lacks the end of its turn: the template's one follows it.
+        # A truncated completion lacks the end of its turn, so keep the template's.
         return turn[at + len(word) :] if last in self.tokenizer.eos_ids else turn[at:]
 
     def _retokenize(self, index: int) -> list[int]:
@@ -172,7 +172,7 @@ def is_choice(item: Item) -> bool:
 
 
 def read_choice(item: Item) -> _Choice:
-    """The ids and logprobs a choice carries; ones that cannot be right are refused by name."""
+    """Read the ids and logprobs of a choice. Raises BadRequest for impossible ones."""
     if exact := exact_tokens.take(item):
         choice = _Choice(exact.completion_ids, exact.logprobs, exact.prompt_ids)
     else:
@@ -193,7 +193,7 @@ def read_choice(item: Item) -> _Choice:
 
 
 def _tokens(item: Item) -> list[Item]:
-    """The tokens that a choice has logprobs of."""
+    """The tokens in a choice's logprobs."""
     found = item.get("logprobs") or {}
     try:
         tokens = [*(found.get("content") or []), *(found.get("refusal") or [])]
@@ -201,7 +201,7 @@ def _tokens(item: Item) -> list[Item]:
         tokens = [None]
     if not all(isinstance(token, Mapping) for token in tokens):
         raise BadRequest(
-            "A choice has logprobs that are no list of objects in `content`",
+            "A choice has logprobs that are not a list of objects in `content`",
             hint="Send choices as the server returned them",
         )
     return tokens

@@ -1,9 +1,9 @@
 """Starts the learner: `python -m trainer.learner.torchrun --base-model tiny-random`.
 
-One process (by default there is one for each GPU) is the worker itself. Several, here or with
-`--nodes M` on M machines, are started by torchrun's agent, which is then this process. It never
-starts them again by itself: the server knows which step was lost, and starts the agent again. What
-is not an argument of this module is one of the worker's.
+The default is one learner process per GPU. A single one runs in this process. For several, here or
+with `--nodes M` on M machines, this process becomes torchrun's agent and starts them. The agent
+never restarts them: the server knows which step was lost, and restarts the agent. Arguments that
+this module does not know are passed to the worker.
 """
 
 import argparse
@@ -30,21 +30,21 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from trainer.processes.worker import OUT_OF_MEMORY, PARENT_VARIABLE, die_with_parent
 
-JOIN_WITHIN = timedelta(minutes=30)  # other machines may still be set up
-NAME = "learner"  # of the world and of how its machines meet
-BROKEN = "broken"  # set in the store by a machine that comes a second time
+JOIN_WITHIN = timedelta(minutes=30)  # other machines may still be starting
+NAME = "learner"  # of the run and of its rendezvous
+BROKEN = "broken"  # key that a machine sets in the store when it joins a second time
 
 
 class LearnerRendezvous(StaticTCPRendezvous):
-    """torchrun's own for fixed machines, but heard by these alone, and broken when one is lost."""
+    """torchrun's static rendezvous, but on one address only, and closed when a machine is lost."""
 
     def get_backend(self) -> str:
         return NAME
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """The store of the world; a machine that was in it before has lost it, and breaks it."""
+        """Join the store. A machine that joins again has lost its processes, and breaks it."""
         if self.rank == 0:
-            # A listening socket, else it would listen on every address of this machine.
+            # Without a socket of ours, the store would listen on every address of this machine.
             listening = _listen(self.master_addr, self.master_port)
             self.master_port = listening.getsockname()[1]
             self._store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -55,18 +55,18 @@ class LearnerRendezvous(StaticTCPRendezvous):
                 timeout=self.timeout,
                 master_listen_fd=listening.detach(),
             )
-        met = super().next_rendezvous()
-        self.store = met.store
+        info = super().next_rendezvous()
+        self.store = info.store
         if self.store.add(f"joined/{self.rank}", 1) > 1:
             self.store.set(BROKEN, "yes")
         self.num_nodes_waiting()
-        return met
+        return info
 
     def num_nodes_waiting(self) -> int:
-        """None ever. The agent asks often: the place to see that a machine was lost."""
+        """Return 0. The agent calls this often, so it is where we notice a lost machine."""
         try:
             broken = self.store.check([BROKEN])
-        except Exception:  # its first machine is gone, in words that differ by version
+        except Exception:  # the first machine is gone; the exception differs by torch version
             broken = True
         if broken:
             raise RendezvousClosedError("The learner's processes lost each other")
@@ -74,10 +74,10 @@ class LearnerRendezvous(StaticTCPRendezvous):
 
 
 def launch(processes: int, nodes: int, number: int, master: str, arguments: list[str]) -> None:
-    """Run this machine's processes, as `number` of `nodes` that meet at `master`, to their end."""
+    """Run the processes of machine `number` of `nodes` until they end. All connect to `master`."""
     host, _, port = (master if nodes > 1 else "127.0.0.1:0").rpartition(":")
     if interface := interface_towards(host):
-        # Else they may take the address of the host's name: loopback, or one that others reach.
+        # By default they may use the host name's address: loopback, or one open to others.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     os.environ[PARENT_VARIABLE] = str(os.getpid())
@@ -92,9 +92,9 @@ def launch(processes: int, nodes: int, number: int, master: str, arguments: list
         run_id=NAME,
         rdzv_backend=NAME,
         max_restarts=0,
-        logs_specs=DefaultLogsSpecs(os.devnull),  # they write to where this process does
+        logs_specs=DefaultLogsSpecs(os.devnull),  # they inherit this process's output
     )
-    logging.disable(logging.ERROR)  # what a process said last is the error that is shown
+    logging.disable(logging.ERROR)  # the last line of the log is shown as the worker's error
     try:
         elastic_launch(config, sys.executable)("-m", "trainer.learner.worker", *arguments)
     except ChildFailedError as error:
@@ -110,7 +110,7 @@ def launch(processes: int, nodes: int, number: int, master: str, arguments: list
 
 
 def interface_towards(address: str) -> str | None:
-    """The network interface from which `address` is reached; None where it has another address."""
+    """The name of the network interface that leads to `address`, or None if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((address, 9))  # sends nothing
@@ -137,14 +137,14 @@ def main() -> None:
     die_with_parent(signal.SIGKILL)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, default=max(torch.cuda.device_count(), 1))
-    parser.add_argument("--nodes", type=int, default=1, help="machines that train together")
-    parser.add_argument("--number", type=int, default=0, help="which of them this is")
-    parser.add_argument("--master", default="", help="HOST:PORT where number 0 is met")
+    parser.add_argument("--nodes", type=int, default=1, help="number of machines")
+    parser.add_argument("--number", type=int, default=0, help="number of this machine, from 0")
+    parser.add_argument("--master", default="", help="HOST:PORT of machine 0")
     world, arguments = parser.parse_known_args()
     if world.processes * world.nodes > 1:
         launch(world.processes, world.nodes, world.number, world.master, arguments)
     else:
-        from trainer.learner.worker import main as work  # what the agent need not wait for
+        from trainer.learner.worker import main as work  # slow to import, useless to the agent
 
         work(arguments)
 

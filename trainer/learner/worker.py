@@ -1,6 +1,6 @@
-"""The learner's process, alone or one of several that train each step together.
+"""The learner's process: the only one, or one of several that train each step together.
 
-`trainer/learner/torchrun.py` starts it. The first one answers the server, the others follow it.
+`trainer/learner/torchrun.py` starts it. The first process answers the server; the others follow it.
 """
 
 import argparse
@@ -31,12 +31,12 @@ Handlers = dict[str, Callable[..., Any]]
 
 
 def _lora(settings: Settings | None) -> LoraConfig | None:
-    """The LoRA to train; None trains every weight of the model."""
+    """Validate the LoRA to train. None trains every weight of the model."""
     return None if settings is None else validate(LoraConfig, settings, source="lora")
 
 
 def handlers(learner: Learner) -> Handlers:
-    """The calls that the server makes."""
+    """The functions that the server can call."""
 
     def prepare(checkpoints: str, lora: Settings | None) -> dict[str, int]:
         return {"step": learner.prepare(Path(checkpoints), _lora(lora))}
@@ -53,7 +53,7 @@ def handlers(learner: Learner) -> Handlers:
 
 
 def broadcast_call(world: World, name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
-    """The handler of the first process: it tells the others of the call before it starts."""
+    """Wrap a handler of the first process so that it sends each call to the others first."""
 
     def call(**params: Any) -> Any:
         with exit_on_failure():
@@ -70,25 +70,25 @@ def broadcast_call(world: World, name: str, handler: Callable[..., Any]) -> Call
 
 @contextmanager
 def exit_on_failure() -> Iterator[None]:
-    """End this process when the others cannot go on with it; all are then started again."""
+    """Exit on an error that leaves the processes out of step. The server then restarts all."""
     try:
         yield
     except GeneratorExit:
         raise
     except Exception as error:
-        # All of them refuse a bad request, but one alone may be out of memory.
-        crowded = isinstance(error, OutOfMemory)
-        if isinstance(error, KitError) and not crowded:
+        # All processes reject a bad request, but a single one may run out of memory.
+        out_of_memory = isinstance(error, OutOfMemory)
+        if isinstance(error, KitError) and not out_of_memory:
             raise
         logger.exception("the learner's processes lost each other")
         logging.shutdown()
-        # What waits for a lost process would never return.
-        os._exit(OUT_OF_MEMORY if crowded else 1)
+        # A normal exit would wait forever for the lost process.
+        os._exit(OUT_OF_MEMORY if out_of_memory else 1)
 
 
 def follow(world: World, calls: Handlers) -> None:
-    """What the other processes do: the same calls as the first one, without answers."""
-    os.close(take_stdin())  # it is the first process that the server talks to
+    """Make the same calls as the first process, without answering the server."""
+    os.close(take_stdin())  # only the first process talks to the server
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     logger.info("process %s of %s has joined", world.rank, world.size)
     while True:
@@ -99,18 +99,18 @@ def follow(world: World, calls: Handlers) -> None:
                 for _ in result if isinstance(result, Iterator) else ():
                     pass
             except OutOfMemory:
-                raise  # the others are in mid-step
+                raise  # the others are in the middle of a step
             except KitError as error:
-                logger.info("not done: %s", error.message)  # the first process answers with it
+                logger.info("call rejected: %s", error.message)  # the first process reports it
 
 
 def main(given: list[str] | None = None) -> None:
-    # Whoever started this process would start another in its place.
+    # A parent that restarts would start a second process beside this one.
     die_with_parent(signal.SIGKILL)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base-model", required=True)
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto")
-    parser.add_argument("--quantization", choices=["fp8"], help="how frozen weights are held")
+    parser.add_argument("--quantization", choices=["fp8"], help="format of frozen weights")
     arguments = parser.parse_args(given)
     keep_freed_memory()
     device, directory = default_device(), resolve(arguments.base_model)

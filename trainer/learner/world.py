@@ -1,8 +1,8 @@
-"""The processes that train one step together: FSDP2 shards of the base model, rows shared out.
+"""The processes that train one step together: FSDP2 shards the base model, and rows are split.
 
-Every process prepares the same request, so that they agree without talking. The frozen weights
-are sharded layer by layer; the LoRA is small, so each process keeps it whole and its gradients are
-summed. Only the first process speaks with the server and writes checkpoints.
+Every process prepares the same request, so they agree without communicating. The frozen weights
+are sharded layer by layer. The LoRA is small, so each process keeps all of it, and its gradients
+are summed. Only the first process talks to the server and writes checkpoints.
 """
 
 import json
@@ -23,18 +23,18 @@ from trainer.policy.model import Policy
 from trainer.processes.rpc import read_error, write_error
 
 T = TypeVar("T")
-IDLE_FOR = timedelta(days=365)  # a process waits for the next step as long as it takes
+IDLE_FOR = timedelta(days=365)  # the next step may come at any time
 
 
 class World:
-    """This process' place among the others; alone unless there is a process group."""
+    """This process's rank among all learner processes. It is alone without a process group."""
 
     def __init__(self) -> None:
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
 
     def shard(self, policy: Policy) -> None:
-        """Keep only this process' share of the frozen weights; they are gathered when used."""
+        """Keep only this process's shard of the frozen weights. They are gathered when used."""
         if self.size == 1:
             return
         if policy.lora is None:
@@ -42,7 +42,7 @@ class World:
                 "Full finetuning on several processes is not supported",
                 hint="Train a LoRA, or use one process",
             )
-        # Sharded groups must have one dtype: the LoRA and the norms, in fp32, stay whole.
+        # A sharded group must have one dtype, so the LoRA and the norms, in fp32, stay whole.
         whole = {
             parameter
             for name, parameter in policy.named_parameters()
@@ -53,7 +53,7 @@ class World:
         fully_shard(policy, ignored_params=whole)
 
     def share(self, rows: Sequence[Row]) -> list[tuple[Row, float]]:
-        """This process' rows with their weights. All get equally many: gathering takes all."""
+        """This process's rows with weights. All get the same number, as gathering needs all."""
         rounds = -(-len(rows) // self.size)
         mine = [self.rank + turn * self.size for turn in range(rounds)]
         return [(rows[at], 1.0) if at < len(rows) else (rows[0], 0.0) for at in mine]
@@ -65,7 +65,7 @@ class World:
                 dist.all_reduce(tensor)
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """Run `work` in the first process; all get its result, which is JSON, or its error."""
+        """Run `work` in the first process. All get its result, which must be JSON, or its error."""
         if self.size == 1:
             return work()
         outcome: dict[str, Any] = {}
@@ -82,7 +82,7 @@ class World:
         return result
 
     def tensors(self, read: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Run `read` in the first process, which alone has the run's disk; all get the tensors."""
+        """Run `read` in the first process, which alone has the run's disk. All get the tensors."""
         if self.size == 1:
             return read()
         found: dict[str, Tensor] = {}
@@ -90,23 +90,23 @@ class World:
         return load(self.broadcast_bytes(save(found)))
 
     def broadcast(self, value: Any = None) -> Any:
-        """Give the first process' `value` to all. As JSON: others may be on other machines."""
+        """Send the first process's `value` to all, as JSON: they may be on other machines."""
         return json.loads(self.broadcast_bytes(json.dumps(value).encode()))
 
     def broadcast_bytes(self, data: bytes) -> bytes:
-        """Give the first process' `data` to all."""
+        """Send the first process's `data` to all."""
         if self.size == 1:
             return data
         length = torch.tensor([len(data)])
         dist.broadcast(length, src=0)
-        given = data if self.rank == 0 else bytes(int(length))
-        tensor = torch.frombuffer(bytearray(given), dtype=torch.uint8)
+        buffer = data if self.rank == 0 else bytes(int(length))
+        tensor = torch.frombuffer(bytearray(buffer), dtype=torch.uint8)
         dist.broadcast(tensor, src=0)
         return tensor.numpy().tobytes()
 
 
 def join(device: torch.device) -> World:
-    """Join the world whose process torchrun started, if it did."""
+    """Join the process group if torchrun started this process."""
     if dist.is_torchelastic_launched():
         if device.type == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -62,9 +62,9 @@ def _update(
     if mean is not None:
         mean = mean * shrink[:, None] + (odds.to(hidden.dtype) @ weights)
     # Take the target's logit from the same rounded logits as the normaliser, as a sampler does.
-    here = (local >= 0) & (local < len(weights))
+    in_chunk = (local >= 0) & (local < len(weights))
     chosen = logits.gather(1, local.clamp(0, len(weights) - 1)[:, None])[:, 0]
-    return peak, total, weighted, mean, torch.where(here, chosen, picked)
+    return peak, total, weighted, mean, torch.where(in_chunk, chosen, picked)
 
 
 def _finish(

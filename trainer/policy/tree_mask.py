@@ -83,28 +83,28 @@ def tree_mask(
     full = earlier & (by_block.amin(dim=1) >= starts[:, None] + BLOCK)  # [Q, K]
     seen = earlier & (by_block.amax(dim=1) > starts[:, None])
     partial = (seen & ~full) | torch.eye(count, dtype=torch.bool)
-    ends_there = _sent(padded, device)
+    device_ends = _to_device(padded, device)
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (query < ends_there[key])
+        return (key <= query) & (query < device_ends[key])
 
     lists = [
-        _sent(part, device)
+        _to_device(part, device)
         for blocks in (partial, full, partial.t(), full.t())
-        for part in _listed(blocks)
+        for part in _marked(blocks)
     ]
     by_query, by_key = lists[:4], lists[4:]
     sizes = {"BLOCK_SIZE": (BLOCK, BLOCK), "mask_mod": visible}
     mask = BlockMask((length, length), *by_query, *by_key, **sizes)  # type: ignore[arg-type]
-    return TreeMask(mask, ends_there, _sent(bounds, device), count_and_longest)
+    return TreeMask(mask, device_ends, _to_device(bounds, device), count_and_longest)
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _marked(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """For each block of the first axis, the count and numbers of marked blocks of the second."""
     numbers = blocks.int().contiguous().argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(dim=-1)[None, None].int(), numbers[None, None].int()
 
 
-def _sent(part: Tensor, device: torch.device) -> Tensor:
+def _to_device(part: Tensor, device: torch.device) -> Tensor:
     # A copy from pageable memory would wait for all work started before it.
     return part.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else part

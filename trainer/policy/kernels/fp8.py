@@ -71,17 +71,17 @@ class _Fp8Linear(torch.autograd.Function):
 
 def product(x: Tensor, weight: Tensor, scales: Tensor, peaks: Tensor | None = None) -> Tensor:
     """Quantise x [N, K] and multiply it with an fp8 weight [O, K] and its scales [1, O]."""
-    quantised, own = quantise(x, peaks)
-    return scaled_product(quantised, own, weight, scales, x.dtype)
+    quantised, x_scales = quantise(x, peaks)
+    return scaled_product(quantised, x_scales, weight, scales, x.dtype)
 
 
 def scaled_product(
     x: Tensor,  # [N, K] in fp8
-    own: Tensor,  # [N, 1] its scales
+    x_scales: Tensor,  # [N, 1] its scales
     weight: Tensor,
     scales: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
     return torch._scaled_mm(
-        x, weight.t(), scale_a=own, scale_b=scales, out_dtype=dtype, use_fast_accum=True
+        x, weight.t(), scale_a=x_scales, scale_b=scales, out_dtype=dtype, use_fast_accum=True
     )

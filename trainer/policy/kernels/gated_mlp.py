@@ -70,7 +70,7 @@ class _Fp8Mlp(torch.autograd.Function):
         # that a scale a few hundred times too large costs almost nothing.
         length, down_length = (one.float().norm(dim=1) for one in (grad, down_grad))
         lora_reach = given[-1].float().norm(dim=0).amax()
-        own = scales_of(1.2 * factors * (length * reach + down_length * lora_reach))
-        rounded, low, loras = lora_swiglu_backward(*given, inner_grad, down_grad, own)
-        x = scaled_product(rounded, own[:, None], columns, scales, grad.dtype)
+        grad_scales = scales_of(1.2 * factors * (length * reach + down_length * lora_reach))
+        rounded, low, loras = lora_swiglu_backward(*given, inner_grad, down_grad, grad_scales)
+        x = scaled_product(rounded, grad_scales[:, None], columns, scales, grad.dtype)
         return x, *[None] * 10, low, *loras.mT.unbind()
