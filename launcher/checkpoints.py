@@ -1,4 +1,4 @@
-"""Bringing checkpoints home: fetch what is new, then trust nothing without its sha256."""
+"""Pull checkpoints: fetch new files and check each one against its sha256."""
 
 import contextlib
 import glob
@@ -17,8 +17,10 @@ from launcher.provider import CLUSTER_STATE_DIR, Progress, Provider
 
 logger = logging.getLogger(__name__)
 _METRICS = (HISTORY_GLOB, "*/training_metrics.jsonl", "*/reward_plot.png")
-TOUCH = 60.0  # seconds
-ROUNDS = 5  # of pulling before a cluster ends: a run that goes on need not keep it for ever
+TOUCH_INTERVAL = 60.0
+"""Seconds between two writes of the `PULLED` file during a long pull."""
+MAX_PULLS = 5
+"""Most pulls before a cluster is torn down, so that a run that goes on cannot keep it up."""
 
 
 @dataclass(frozen=True)
@@ -31,90 +33,100 @@ class PulledCheckpoint:
     path: Path
     bytes: int
     new: bool
-    """Whether this pull brought it."""
+    """Whether this pull fetched it."""
 
 
 def pull(provider: Provider, cluster: str, to: Path, progress: Progress) -> list[PulledCheckpoint]:
-    """Copy checkpoints and metrics of `cluster` below `to`, verify and list its checkpoints.
+    """Copy the checkpoints and metrics of `cluster` to `to`, and verify and list the checkpoints.
 
-    What else is below `to`, of other clusters and earlier ones, is neither touched nor looked at.
+    Other files below `to`, such as those of other clusters, are ignored.
     """
     with (
         provider.writer(cluster, f"{CLUSTER_STATE_DIR}/{PULLED}") as write,
-        _translated(to),
+        _translate_errors(to),
         tempfile.TemporaryDirectory() as directory,
     ):
-        there = Path(directory)
-        about = (f"{CHECKPOINT_GLOB}/{MANIFEST}", PULLED)
-        provider.fetch(cluster, CLUSTER_STATE_DIR, there, about, checksum=False, progress=_quiet)
-        places = [path.relative_to(there) for path in find(there)]
+        manifests = Path(directory)
+        patterns = [f"{CHECKPOINT_GLOB}/{MANIFEST}", PULLED]
+        provider.fetch(
+            cluster, CLUSTER_STATE_DIR, manifests, patterns, checksum=False, progress=_no_progress
+        )
+        places = [path.relative_to(manifests) for path in find(manifests)]
         for place in places:
-            if _is_another(there / place, to / place):
+            if _differs(manifests / place, to / place):
                 _set_aside(to / place.parent.parent)
         before = {place for place in places if not damage(to / place)}
-        # By their names: what is finished from now on was not compared, and is the next pull's.
+        # Name each checkpoint: one that is finished from now on was not compared with the copy
+        # here, so the next pull fetches it.
         patterns = [*(f"{glob.escape(str(place))}/**" for place in places), *_METRICS]
-
-        noted, touched = _read(there / PULLED), time.monotonic()
-
-        def telling(arrived: int, share: float) -> None:
-            """A long pull is work: the note is written anew, else the server goes idle under it."""
-            nonlocal touched
-            if time.monotonic() - touched >= TOUCH:
-                touched = time.monotonic()
-                with contextlib.suppress(LauncherError):
-                    write(noted)
-            progress(arrived, share)
+        recorded = _read(manifests / PULLED)
+        report = _touching(progress, lambda: write(recorded))
 
         def fetch(*, checksum: bool) -> list[str]:
             provider.fetch(
-                cluster, CLUSTER_STATE_DIR, to, patterns, checksum=checksum, progress=telling
+                cluster, CLUSTER_STATE_DIR, to, patterns, checksum=checksum, progress=report
             )
             return [fault for place in present() for fault in damage(to / place)]
 
         def present() -> list[Path]:
-            return [place for place in places if (to / place).is_dir()]  # not deleted since
+            """The checkpoints that the server did not delete before they were fetched."""
+            return [place for place in places if (to / place).is_dir()]
 
         to.mkdir(parents=True, exist_ok=True)
-        # Same size and time, other content: only a comparison of the content finds that.
+        # Damage that keeps the size and time of a file is only found by comparing its content.
         if fetch(checksum=False) and (faults := fetch(checksum=True)):
-            raise DamagedCheckpoint(f"A checkpoint came home damaged: {faults[0]}")
-        pulled = [_about(to / place, new=place not in before) for place in present()]
+            raise DamagedCheckpoint(f"A pulled checkpoint is damaged: {faults[0]}")
+        pulled = [_describe(to / place, new=place not in before) for place in present()]
         safe = "".join(f"{checkpoint_name(it.path)}\n" for it in pulled)
-        if safe != noted:  # also where an interrupted pull brought it, and not this
+        if safe != recorded:  # also if an interrupted pull fetched them and could not record them
             write(safe)
     return pulled
 
 
-def all_of(pull: Callable[[], list[PulledCheckpoint]]) -> list[PulledCheckpoint]:
-    """Pull until it brings nothing: what was finished during a long pull is the next one's."""
+def _touching(progress: Progress, touch: Callable[[], None]) -> Progress:
+    """Call `touch` every `TOUCH_INTERVAL` seconds, so that the server does not go idle."""
+    touched = time.monotonic()
+
+    def report(received: int, share: float) -> None:
+        nonlocal touched
+        if time.monotonic() - touched >= TOUCH_INTERVAL:
+            touched = time.monotonic()
+            with contextlib.suppress(LauncherError):
+                touch()
+        progress(received, share)
+
+    return report
+
+
+def pull_until_complete(pull: Callable[[], list[PulledCheckpoint]]) -> list[PulledCheckpoint]:
+    """Repeat `pull` until it fetches nothing new: checkpoints may be finished during a pull."""
     new: set[Path] = set()
-    for _ in range(ROUNDS):
+    for _ in range(MAX_PULLS):
         pulled = pull()
-        brought = {it.path for it in pulled if it.new}
-        new |= brought
-        if not brought:
+        fetched = {it.path for it in pulled if it.new}
+        new |= fetched
+        if not fetched:
             break
     return [replace(it, new=it.path in new) for it in pulled]
 
 
 def watch(
-    is_over: Callable[[], bool], pull: Callable[[], list[PulledCheckpoint]], every: float
+    is_over: Callable[[], bool], pull: Callable[[], list[PulledCheckpoint]], interval: float
 ) -> Iterator[list[PulledCheckpoint]]:
-    """Pull every so many seconds until `is_over`; gives each pull that brought some.
+    """Pull every `interval` seconds until `is_over`, and yield each pull that fetched something.
 
-    It is left alone for a night: once it has begun well, what fails is tried again.
+    A failure is retried after the first successful pull, so that a watch survives a night.
     """
     begun = failing = False
     while True:
         try:
-            over = is_over()  # before the pull: nothing is left behind
+            over = is_over()  # before the pull, so that the last pull fetches everything
             pulled = pull()
         except (ProviderError, RemoteError, DamagedCheckpoint) as error:
             if not begun:
                 raise
             if not failing:
-                logger.warning("%s; trying again every %g s", error.message, every)
+                logger.warning("%s; trying again every %g s", error.message, interval)
             failing = True
         else:
             begun, failing = True, False
@@ -122,50 +134,50 @@ def watch(
                 yield pulled
             if over:
                 return
-        time.sleep(every)
+        time.sleep(interval)
 
 
 @contextlib.contextmanager
-def _translated(to: Path) -> Iterator[None]:
+def _translate_errors(to: Path) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
         raise LauncherError(
             f"`{to}` cannot be written: {exc.strerror}",
-            hint="Make room there, or choose another place with `--to`",
+            hint="Free some space, or choose another directory with `--to`",
         ) from exc
 
 
-def _is_another(there: Path, here: Path) -> bool:
-    """Whether the checkpoint of that name here is an earlier run's."""
-    theirs, ours = read_manifest(there), read_manifest(here)
+def _differs(remote: Path, local: Path) -> bool:
+    """Whether the local checkpoint of the same name belongs to another run."""
+    theirs, ours = read_manifest(remote), read_manifest(local)
     return bool(theirs and ours and theirs["files"] != ours["files"])
 
 
 def _set_aside(model: Path) -> None:
-    """Give an earlier run's directory another name: nothing is overwritten, no pull is refused."""
+    """Rename the directory of an earlier run, so that a pull does not overwrite it."""
     number = next(
         n for n in itertools.count(1) if not model.with_name(f"{model.name}.{n}").exists()
     )
     aside = model.rename(model.with_name(f"{model.name}.{number}"))
-    logger.warning("What an earlier run left in `%s` is in `%s` now", model, aside)
+    logger.warning("`%s` belongs to an earlier run and was renamed to `%s`", model, aside)
 
 
 def _read(path: Path) -> str:
     return path.read_text() if path.is_file() else ""
 
 
-def _quiet(arrived: int, share: float) -> None:
-    """Of what takes no time nobody is told."""
+def _no_progress(received: int, share: float) -> None:
+    """Short transfers report no progress."""
 
 
 def metrics(directory: Path) -> list[Path]:
-    """The files of metrics below `directory`."""
+    """The metrics files below `directory`."""
     return sorted(path for pattern in _METRICS for path in directory.glob(pattern))
 
 
 def find(directory: Path) -> list[Path]:
-    """The checkpoints below `directory`, in the order of their steps."""
+    """The checkpoints below `directory`, sorted by model and step."""
     found = [
         path
         for path in directory.glob(CHECKPOINT_GLOB)
@@ -174,7 +186,7 @@ def find(directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: (path.parent, int(path.name)))
 
 
-def _about(path: Path, *, new: bool) -> PulledCheckpoint:
+def _describe(path: Path, *, new: bool) -> PulledCheckpoint:
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     project, model, step = checkpoint_name(path).split("/")
     return PulledCheckpoint(project, model, int(step), path, size, new)

@@ -1,4 +1,4 @@
-"""`Cluster`: the verbs, on a named cluster of any provider."""
+"""`Cluster`: everything the launcher can do with a named cluster, whatever its provider."""
 
 import contextlib
 import sys
@@ -37,14 +37,14 @@ from launcher.state import (
 )
 from launcher.task import Task, secret_values
 
-# Logs of the server's processes, by what one may call them.
+# The log file for each name that `logs` accepts for a process of the server.
 _PROCESSES = {"engine": "engine", "vllm": "engine", "learner": "learner"}
-# `run` starts in the synced workdir with its environment active, whatever the provider.
+# Every provider starts a run in the synced workdir with its environment active.
 _PROLOGUE = "cd ~/sky_workdir\nif [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi\n"
 
 
 class Cluster:
-    """A named cluster. Creating the object touches nothing; each verb is one call.
+    """A named cluster. Creating the object does nothing; each method is one operation.
 
         cluster = Cluster("art")
         cluster.up(Task.load(Path("sky/art-cpu.yaml"), cluster.settings))
@@ -52,7 +52,8 @@ class Cluster:
             ...
         cluster.down(Path("checkpoints"))
 
-    Without a provider it is SkyPilot's; `LocalProvider()` makes it one of this machine.
+    SkyPilot rents the cluster unless another provider is given; `LocalProvider()` uses this
+    machine.
     """
 
     def __init__(
@@ -82,15 +83,17 @@ class Cluster:
         *,
         progress: Callable[[str], None] = lambda message: None,
         log: TextIO | None = None,
-        every: float = 15.0,
-        given: Sequence[str] = (),
+        interval: float = 15.0,
+        options: Sequence[str] = (),
     ) -> bool:
         """Bring the cluster up, start the task and wait until its server is healthy.
 
-        Safe to repeat: a server that is alive is waited for as it is, not started twice; what is
-        `given` besides the `arguments` for `sky launch` is then said to have no effect, as they
-        are. `every` so many seconds it is looked whether it still is; from then on `log` shows
-        what setup and server say. False when the `arguments` asked for a rehearsal.
+        Safe to repeat: a server that is running is not started again. `progress` then lists the
+        `arguments` for `sky launch` and the launcher's own `options` that have no effect.
+
+        Checks that the server is still alive every `interval` seconds. After the first check,
+        `log` receives the output of setup and server. Returns False if `arguments` request a dry
+        run.
         """
         with launch_lock(self.name):
             server = self._server() or self.provider.resume(self.name)
@@ -100,47 +103,47 @@ class Cluster:
                 if server is None:
                     add_secret_names(self.name, task.secrets)
                     progress(describe_lease(task.envs, task.max_cost))
-                    record.unlink(missing_ok=True)  # of an earlier cluster, which ended by itself
-                    # An ssh takes seconds to open, and so does what is left to do of a launch.
+                    record.unlink(missing_ok=True)  # an earlier cluster's, if that ended by itself
+                    # Opening ssh takes seconds, and so does the rest of a launch: do both at once.
                     server = self.provider.launch(
                         self.name, task, arguments, reachable=tunnel.begin
                     )
                     if server is None:
                         return False
                 else:
-                    progress(kept(self.name, server, task, [*arguments, *given]))
+                    progress(kept(self.name, server, task, [*arguments, *options]))
                 write_ports(record, ports)
-                self._wait_until_healthy(server.id, tunnel, progress, log, every)
+                self._wait_until_healthy(server.id, tunnel, progress, log, interval)
         return True
 
     @property
     def ports(self) -> tuple[int, int]:
-        """Where the server listens on its cluster: as launched from here, or by the settings."""
-        noted = read_ports(self.provider.ports_record(self.name))
-        return noted or (self.settings.port, self.settings.openai_port)
+        """The server's ports on the cluster: as recorded by `up`, otherwise from the settings."""
+        recorded = read_ports(self.provider.ports_record(self.name))
+        return recorded or (self.settings.port, self.settings.openai_port)
 
     def sync(self, workdir: Path = Path(), files: Sequence[str] | None = None) -> Sent:
-        """Bring the cluster's copy of `workdir` up to date: what changed, and what is gone.
+        """Update the cluster's copy of `workdir`: send changed files, delete removed ones.
 
-        `files` are those that go, by default what the ignore files leave.
+        By default `files` are all that the ignore files do not exclude.
         """
         return self.provider.sync(self.name, workdir, select(workdir) if files is None else files)
 
     def run(self, command: str) -> Run:
-        """Start `command` beside the server, in the workdir with its environment active."""
+        """Start `command` in the workdir, with its environment active, while the server runs."""
         envs = Endpoints.on_loopback(*self.ports).exports()
-        if self.settings.langfuse_host:  # where its keys, which are secrets, are good
+        if self.settings.langfuse_host:  # the address that the Langfuse keys are for
             envs |= {"LANGFUSE_HOST": self.settings.langfuse_host}
         return self.provider.run(self.name, _PROLOGUE + command, envs, self.settings.secrets())
 
-    def wait(self, run: Run, *, every: float = 2.0) -> int:
+    def wait(self, run: Run, *, interval: float = 2.0) -> int:
         """Wait until `run` is over and return its exit code."""
         while not self._run(run.id).status.over:
-            time.sleep(every)
+            time.sleep(interval)
         return self.provider.exit_code(self.name, run.id)
 
     def cancel(self, run_id: str) -> bool:
-        """End a run; False when it was over already."""
+        """Stop a run. Returns False if it was already over."""
         if self._run(run_id).status.over:
             return False
         self.provider.cancel(self.name, run_id)
@@ -154,10 +157,10 @@ class Cluster:
         tail: int = 0,
         out: TextIO | None = None,
     ) -> None:
-        """Write the output of a run, by default the newest, to `out` (stdout).
+        """Write the output of a run, by default the newest, to `out`, by default stdout.
 
-        `server` is the run of the task itself; `engine` (or `vllm`) and `learner` are processes
-        of the server, which write files of their own.
+        `server` is the run of the task itself. `engine` (or `vllm`) and `learner` are processes
+        of the server, which have log files of their own.
         """
         out = out or sys.stdout
         if run_id in _PROCESSES:
@@ -169,22 +172,19 @@ class Cluster:
         self.provider.logs(self.name, run_id, follow=follow, tail=tail, out=out)
 
     def bundle(self, to: Path, *, env_file: Path | None = None) -> list[str]:
-        """Pack every log, the metrics and the pictures of packed rows into `to`, secrets blacked.
+        """Pack all logs, the metrics and the plots of packed rows into `to`, without secrets.
 
-        Ours, and those of the cluster's tasks that the environment or `env_file` still give.
-        Returns the names of the packed files.
+        Hides the launcher's secrets, and those of the cluster's tasks that are still set in the
+        environment or `env_file`. Returns the names of the packed files.
         """
-        own = secret_values(secret_names(self.name), self.settings, env_file)
-        secrets = {**self.settings.secrets(), **own}
+        task_secrets = secret_values(secret_names(self.name), self.settings, env_file)
+        secrets = {**self.settings.secrets(), **task_secrets}
         return bundle.pack(self.provider, self.name, to, list(secrets.values()))
 
     def pull(
-        self, to: Path, *, progress: Progress = lambda arrived, share: None
+        self, to: Path, *, progress: Progress = lambda received, share: None
     ) -> list[PulledCheckpoint]:
-        """Bring checkpoints and metrics home; what is here already is not sent again.
-
-        Every file of a checkpoint is checked against its sha256.
-        """
+        """Copy new checkpoints and metrics to `to`, and check every file against its sha256."""
         return checkpoints.pull(self.provider, self.name, to, progress)
 
     def tunnel(
@@ -194,7 +194,7 @@ class Cluster:
         return self._tunnel(self.ports, port, openai_port)
 
     def status(self) -> ClusterInfo | None:
-        """The cluster as its provider sees it, or None."""
+        """The cluster as its provider sees it, or None if there is none."""
         return next((it for it in self.provider.clusters() if it.name == self.name), None)
 
     def runs(self) -> list[Run]:
@@ -203,32 +203,37 @@ class Cluster:
     def cost(self) -> Cost:
         return self.provider.cost(self.name)
 
-    def watch(self, to: Path, *, every: float = 15.0) -> Iterator[list[PulledCheckpoint]]:
-        """Pull again and again until the newest run is over; gives each pull that brought some."""
+    def watch(self, to: Path, *, interval: float = 15.0) -> Iterator[list[PulledCheckpoint]]:
+        """Pull every `interval` seconds until the newest run is over.
+
+        Yields each pull that fetched something.
+        """
         if runs := self.runs():
             yield from checkpoints.watch(
-                lambda: self._run(runs[-1].id).status.over, lambda: self.pull(to), every
+                lambda: self._run(runs[-1].id).status.over, lambda: self.pull(to), interval
             )
 
     def down(
-        self, pull_to: Path | None, *, progress: Progress = lambda arrived, share: None
+        self, pull_to: Path | None, *, progress: Progress = lambda received, share: None
     ) -> tuple[list[PulledCheckpoint], Cost | None]:
-        """End the cluster, after its checkpoints are safe in `pull_to`; None discards them.
+        """Pull the checkpoints to `pull_to`, then tear the cluster down; None discards them.
 
-        Returns what is safe and what the cluster cost, None where there was none.
+        Returns the pulled checkpoints, and the cost of the cluster if there was one.
         """
         status = self.status()
         pulled: list[PulledCheckpoint] = []
-        # What is half made was never up, so nothing can be there.
+        # A cluster that is still `init` was never up, so it has no checkpoints.
         if pull_to is not None and status is not None and status.status != "init":
             try:
-                pulled = checkpoints.all_of(lambda: self.pull(pull_to, progress=progress))
+                pulled = checkpoints.pull_until_complete(
+                    lambda: self.pull(pull_to, progress=progress)
+                )
             except LauncherError as error:
-                lose = f"or lose what is there with `launcher down -c {self.name} --discard`"
-                raise type(error)(error.message, hint=f"{error.hint}; {lose}") from error
+                discard = f"or discard them with `launcher down -c {self.name} --discard`"
+                raise type(error)(error.message, hint=f"{error.hint}; {discard}") from error
         spent = None
         if status is not None:
-            with contextlib.suppress(LauncherError):  # no bill keeps a cluster up
+            with contextlib.suppress(LauncherError):  # an unknown cost must not keep it up
                 spent = self.cost()
         self.provider.down(self.name)
         return pulled, spent
@@ -237,8 +242,8 @@ class Cluster:
     def _tunnel(
         self, ports: tuple[int, int], port: int = 0, openai_port: int = 0
     ) -> Iterator[Endpoints]:
-        wanted = dict(zip(ports, (port, openai_port), strict=True))
-        with self.provider.tunnel(self.name, wanted) as local:
+        requested = dict(zip(ports, (port, openai_port), strict=True))
+        with self.provider.tunnel(self.name, requested) as local:
             yield Endpoints.on_loopback(*(local[port] for port in ports))
 
     def _server(self) -> Run | None:
@@ -267,23 +272,24 @@ class Cluster:
         tunnel: Early[Endpoints],
         progress: Callable[[str], None],
         log: TextIO | None,
-        every: float,
+        interval: float,
     ) -> None:
-        """As long as the run is alive: setup takes what the machine and its network need."""
+        """Wait without a time limit while the run is alive: a setup may take long."""
         started = time.monotonic()
         with Showing(
             lambda out: self.provider.logs(self.name, run_id, follow=True, tail=0, out=out)
         ) as showing:
             while True:
-                endpoints, look = tunnel.value(), time.monotonic() + every
-                while time.monotonic() < look:
+                endpoints, next_check = tunnel.value(), time.monotonic() + interval
+                while time.monotonic() < next_check:
                     if is_healthy(endpoints):
                         return
                     time.sleep(0.3)
                 status = self._run(run_id).status
                 if status.over:
                     raise ended_early(self.provider, self.name, run_id)
-                where = "waits for its turn" if status is RunStatus.PENDING else "is being set up"
-                progress(f"The server {where} ({time.monotonic() - started:.0f} s)")
-                if log is not None and status is not RunStatus.PENDING:
+                pending = status is RunStatus.PENDING
+                activity = "Waiting in the cluster's queue" if pending else "Setting up the server"
+                progress(f"{activity}… {time.monotonic() - started:.0f} s")
+                if log is not None and not pending:
                     showing.start(log)

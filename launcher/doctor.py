@@ -1,4 +1,4 @@
-"""`launcher doctor`: what a launch needs, looked at one by one, with a fix for each."""
+"""`launcher doctor`: check everything that a launch needs, and suggest a fix for each problem."""
 
 import difflib
 import platform
@@ -14,64 +14,60 @@ from launcher.cluster import Cluster
 from launcher.endpoints import is_healthy
 from launcher.errors import LauncherError
 from launcher.provider import Check
-from launcher.settings import Settings
+from launcher.settings import OPTIONAL_SECRETS, Settings
 
-_RSYNC = (3, 1)  # `--delete-missing-args` and `--info`
+_OLDEST_RSYNC = (3, 1)  # the first with `--delete-missing-args` and `--info`
 
 
 def examine(cluster: Cluster, env_file: Path | None) -> list[Check]:
-    """Every check, from this machine to the health of the server; the cluster need not exist."""
-    found = [_python(), _rsync(), *(_program(name) for name in ("ssh", "git"))]
-    found.append(_env_file(env_file or ENV_FILE))
+    """Run every check: this machine, the provider and, if there is one, the cluster's server."""
+    checks = [_python(), _rsync(), *(_program(name) for name in ("ssh", "git"))]
+    checks.append(_env_file(env_file or ENV_FILE))
     try:
-        checks = cluster.provider.checks()
+        provider_checks = cluster.provider.checks()
     except KitError as error:
-        return [*found, Check("provider", False, error.message, error.hint)]
-    found += checks
-    if all(check.ok for check in checks):
-        found += _cluster(cluster)
-    return found
+        return [*checks, Check("provider", False, error.message, error.hint)]
+    checks += provider_checks
+    if all(check.ok for check in provider_checks):
+        checks += _cluster(cluster)
+    return checks
 
 
 def _python() -> Check:
     version = platform.python_version()
-    return Check("Python", sys.version_info >= (3, 11), f"version {version}", "Install 3.11")
+    fix = "Install Python 3.11 or later"
+    return Check("Python", sys.version_info >= (3, 11), f"version {version}", fix)
 
 
 def _program(name: str) -> Check:
-    there = shutil.which(name)
-    return Check(name, bool(there), there or f"`{name}` is not installed", f"Install `{name}`")
+    path = shutil.which(name)
+    return Check(name, bool(path), path or f"`{name}` is not installed", f"Install `{name}`")
 
 
 def _rsync() -> Check:
     fix = "Install rsync 3.1 or later; on macOS with `brew install rsync`"
     if not shutil.which("rsync"):
         return Check("rsync", False, "`rsync` is not installed", fix)
-    told = subprocess.run(["rsync", "--version"], capture_output=True, text=True).stdout
-    version = re.search(r"rsync\s+version\s+(\d+)\.(\d+)", told)
-    numbers = (int(version[1]), int(version[2])) if version else (0, 0)
-    return Check("rsync", numbers >= _RSYNC, f"version {numbers[0]}.{numbers[1]}", fix)
+    output = subprocess.run(["rsync", "--version"], capture_output=True, text=True).stdout
+    found = re.search(r"rsync\s+version\s+(\d+)\.(\d+)", output)
+    version = (int(found[1]), int(found[2])) if found else (0, 0)
+    return Check("rsync", version >= _OLDEST_RSYNC, f"version {version[0]}.{version[1]}", fix)
 
 
 def _env_file(path: Path) -> Check:
     if not path.is_file():
-        told = f"there is no `{path}`, so the defaults of the tasks hold"
-        return Check(".env", True, told, "Copy `.env.example` to it and fill it in")
-    known = list(variables(Settings).values())
-    for name in read_env_file(path):
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
-        if name not in known and near:
-            told = f"`{path}` sets `{name}`, which nothing reads"
-            return Check(".env", False, told, f"Did you mean `{near[0]}`?")
-    if path.stat().st_mode & 0o077 and _holds_secrets(path):
-        told = f"`{path}` holds secrets, and other users of this machine may read it"
-        return Check(".env", False, told, f"Run `chmod 600 {path}`")
-    return Check(".env", True, f"`{path}` is read")
-
-
-def _holds_secrets(path: Path) -> bool:
-    secrets = {name for name in variables(Settings).values() if name.endswith(("_KEY", "_TOKEN"))}
-    return bool(secrets & read_env_file(path).keys())
+        message = f"there is no `{path}`, so the defaults of the tasks apply"
+        return Check(".env", True, message, f"Copy `.env.example` to `{path}` and fill it in")
+    values, names = read_env_file(path), list(variables(Settings).values())
+    for name in values:
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
+        if name not in names and near:
+            message = f"`{path}` sets `{name}`, which nothing reads"
+            return Check(".env", False, message, f"Did you mean `{near[0]}`?")
+    if path.stat().st_mode & 0o077 and OPTIONAL_SECRETS & values.keys():
+        message = f"`{path}` contains secrets, and other users of this machine can read it"
+        return Check(".env", False, message, f"Run `chmod 600 {path}`")
+    return Check(".env", True, f"`{path}` is valid")
 
 
 def _cluster(cluster: Cluster) -> list[Check]:
@@ -81,16 +77,16 @@ def _cluster(cluster: Cluster) -> list[Check]:
     except LauncherError as error:
         return [Check("cluster", False, error.message, error.hint)]
     if status is None:
-        return [Check("cluster", True, f"there is no cluster `{name}`, and nothing is paid for")]
+        return [Check("cluster", True, f"there is no cluster `{name}`, so nothing costs money")]
     if status.status != "up":
         fix = f"Finish it with `launcher up -c {name}`, or end it with `launcher down -c {name}`"
         return [Check("cluster", False, f"`{name}` is {status.status}", fix)]
-    found = [Check("cluster", True, f"`{name}` is up: {status.where}")]
-    fix = f"See why with `launcher logs server -c {name}`"
+    up = Check("cluster", True, f"`{name}` is up: {status.where}")
+    fix = f"Read the server's log with `launcher logs server -c {name}`"
     try:
         with cluster.tunnel() as endpoints:
             healthy = is_healthy(endpoints)
     except LauncherError as error:
-        return [*found, Check("health", False, error.message, error.hint)]
-    told = "the server answers" if healthy else "the server does not answer"
-    return [*found, Check("health", healthy, told, fix)]
+        return [up, Check("health", False, error.message, error.hint)]
+    message = "the server answers" if healthy else "the server does not answer"
+    return [up, Check("health", healthy, message, fix)]

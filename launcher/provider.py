@@ -1,6 +1,6 @@
-"""The port between the verbs and what they act on: SkyPilot, or a sandbox of this machine.
+"""`Provider`: the interface to a place that holds clusters, SkyPilot or a sandbox on this machine.
 
-A provider knows clusters by name. Its methods raise `LauncherError`s only.
+A provider identifies clusters by name. Its methods raise no errors but `LauncherError`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +16,13 @@ from launcher.task import Task
 
 WORKDIR = "sky_workdir"
 CLUSTER_STATE_DIR = f"{WORKDIR}/{STATE_DIR}"
-"""Where `trainer serve` keeps its checkpoints, below the home of a cluster."""
+"""State directory of `trainer serve`, relative to the home directory of a cluster."""
 SERVER = "server"
-"""In place of a run's id: the newest run of the task itself."""
+"""Given as a run's id, means the newest run of the task itself."""
 RUN, SETUP = "run", "launcher-setup"
-"""Names of runs that are not the task itself: a command beside it, and a setup that comes first."""
+"""Names of runs other than the task: a command started with `launcher run`, and a setup."""
 SETUP_FAILED = "The setup failed"
-"""What a server's log says where its setup did not end well, and the server did not start."""
+"""Line in the server's log that says that its setup failed and the server did not start."""
 
 
 class RunStatus(StrEnum):
@@ -39,7 +39,7 @@ class RunStatus(StrEnum):
 
 @dataclass(frozen=True)
 class Run:
-    """One command that was started on a cluster."""
+    """A command that was started on a cluster."""
 
     id: str
     name: str
@@ -47,17 +47,17 @@ class Run:
 
 
 def resolve_run_id(run_id: str | None, cluster: str, runs: Sequence[Run]) -> str:
-    """The id of the run that is asked for: None is the newest, `SERVER` that of the task itself."""
+    """Turn None into the id of the newest run, and `SERVER` into that of the task's newest run."""
     if run_id is not None and run_id != SERVER:
         return run_id
-    wanted = [run for run in runs if run_id is None or run.name != RUN]
-    if not wanted:
+    candidates = [run for run in runs if run_id is None or run.name != RUN]
+    if not candidates:
         raise RunNotFound(f"Cluster `{cluster}` has no {run_id or 'run'} yet")
-    return wanted[-1].id
+    return candidates[-1].id
 
 
 def live_server(runs: Sequence[Run]) -> Run | None:
-    """The run of the task itself if it is alive: the first of those that are."""
+    """The first run of the task itself that is not over."""
     alive = (run for run in runs if not run.status.over)
     return next((run for run in alive if run.name not in (RUN, SETUP)), None)
 
@@ -68,36 +68,36 @@ class ClusterInfo:
 
     name: str
     status: str
-    """`up`, `init` (half made), `unhealthy` (it was up, and may still be) or `stopped`."""
+    """`up`, `init` (not fully created), `unhealthy` (was up, and may still be) or `stopped`."""
     where: str
-    """The cloud or Slurm cluster with its resources, or the sandbox directory."""
+    """The cloud or Slurm cluster and its resources, or the sandbox directory."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What a sync changed on a cluster."""
+    """The result of a sync."""
 
     files: tuple[str, ...]
     """Files that were sent, relative to the workdir."""
     removed: tuple[str, ...]
-    """Files that are not here any more, and now not there either."""
+    """Files that were deleted on the cluster because they no longer exist here."""
     bytes: int
-    """Size of the files that were sent."""
+    """Total size of the sent files."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a cluster cost, in US dollars by its provider's prices."""
+    """The cost of a cluster in US dollars, by its provider's prices."""
 
     so_far: float
     per_hour: float
     hours: float
-    """How long it has been up."""
+    """How long the cluster has been up."""
     lease_ends: float | None
-    """When its lease is over, in seconds since 1970; None when it has none or nobody could tell."""
+    """End of the lease in seconds since 1970; None if there is no lease or it is unknown."""
 
     def projected(self, now: float) -> float | None:
-        """What it will have cost when the lease is over."""
+        """The total cost at the end of the lease."""
         if self.lease_ends is None:
             return None
         return self.so_far + self.per_hour * max(self.lease_ends - now, 0) / 3600
@@ -105,22 +105,22 @@ class Cost:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that `doctor` looked at."""
+    """The result of one check of `launcher doctor`."""
 
     name: str
     ok: bool
-    told: str
-    """What was found, in one sentence."""
+    message: str
+    """What the check found, in one sentence."""
     fix: str = ""
     """What to do about it."""
 
 
 Progress = Callable[[int, float], None]
-"""Told the bytes that arrived and the share of all, from 0 to 1."""
+"""Called with the bytes received so far and their share of the total, from 0 to 1."""
 
 
 class Provider(Protocol):
-    """What every place that can hold a cluster does."""
+    """The operations on clusters that every provider offers."""
 
     def launch(
         self,
@@ -130,17 +130,15 @@ class Provider(Protocol):
         *,
         reachable: Callable[[], None] = lambda: None,
     ) -> Run | None:
-        """Make or reuse cluster `name`, sync, and start setup and run, without waiting for them.
+        """Create or reuse cluster `name`, sync, and start setup and run without waiting for them.
 
-        The task's lease goes along; one in dollars becomes hours by the price of the cluster.
-        `reachable` is called as soon as a tunnel can be opened.
-
-        `arguments` are further ones in the provider's own words (those of `sky launch`). Returns
-        None when they asked for a rehearsal that starts nothing.
+        A lease in dollars is converted to hours by the price of the cluster. `reachable` is
+        called as soon as a tunnel can be opened. `arguments` are extra arguments for the
+        provider (those of `sky launch`). Returns None if they request a dry run.
         """
 
     def resume(self, name: str) -> Run | None:
-        """Wait for a launch that goes on without whoever asked for it; the server it started."""
+        """Wait for a launch whose launcher has exited, and return the server that it started."""
 
     def clusters(self) -> list[ClusterInfo]:
         """All clusters of this provider."""
@@ -148,38 +146,38 @@ class Provider(Protocol):
     def run(
         self, name: str, command: str, envs: Mapping[str, str], secrets: Mapping[str, str]
     ) -> Run:
-        """Start `command` in the workdir beside what runs already."""
+        """Start `command` in the workdir, in parallel with the other runs."""
 
     def sync(self, name: str, workdir: Path, files: Sequence[str]) -> Sent:
-        """Bring the cluster's copy of `workdir`, of which `files` go, up to date.
+        """Update the cluster's copy of `files` in `workdir`.
 
-        Sends what changed and deletes what was sent before and is not here any more; what the
-        cluster made itself stays.
+        Sends changed files, and deletes files that were sent before and no longer exist here.
+        Files that the cluster created are kept.
         """
 
     def cancel(self, name: str, run_id: str) -> None:
-        """End a run that is not over."""
+        """Stop a run that is not over."""
 
     def runs(self, name: str) -> list[Run]:
-        """Every run of the cluster, oldest first; the first is the task's own."""
+        """Every run of the cluster, oldest first; the first is the task itself."""
 
     def exit_code(self, name: str, run_id: str) -> int:
         """Exit code of a run that is over."""
 
     def logs(self, name: str, run_id: str | None, *, follow: bool, tail: int, out: TextIO) -> None:
-        """Write the output of a run, of the newest for None, of the server for `SERVER`.
+        """Write the last `tail` lines of a run's output to `out`; 0 means all of it.
 
-        `tail` of 0 is all of it.
+        None means the newest run, `SERVER` the server. With `follow`, go on until the run is over.
         """
 
     def read(self, name: str, path: str, *, follow: bool, tail: int, out: TextIO) -> None:
-        """Write a text file below the cluster's home to `out`, as `logs` does."""
+        """Write a text file below the cluster's home directory to `out`, as `logs` does."""
 
     def writer(self, name: str, path: str) -> AbstractContextManager[Callable[[str], None]]:
-        """Gives a function that makes a text the content of a file below the cluster's home.
+        """Yield a function that overwrites a file below the cluster's home directory.
 
-        The connection opens at once, beside whatever else is done, and a text that is never
-        given changes nothing.
+        The connection opens in the background. The file stays as it is until the function is
+        called.
         """
 
     def fetch(
@@ -192,29 +190,29 @@ class Provider(Protocol):
         checksum: bool,
         progress: Progress,
     ) -> None:
-        """Copy files below `source` of the cluster's home to `to`, what is new only.
+        """Copy new files below `source` in the cluster's home directory to `to`.
 
-        A pattern is a path below `source` with `*` in its parts; `/**` at its end is all of a
-        directory. With `checksum` a file is new when its content differs, not only its size or
-        time. A second call goes on where an interrupted one ended.
+        A pattern is a path below `source` whose parts may contain `*`; a final `/**` matches a
+        whole directory. A file is new if its size or time differs, or with `checksum` if its
+        content does. A call continues where an interrupted one stopped.
         """
 
     def tunnel(
         self, name: str, ports: Mapping[int, int]
     ) -> AbstractContextManager[Mapping[int, int]]:
-        """Reach ports of the cluster's loopback (keys) at local ones (values; 0 for any).
+        """Forward local ports (values; 0 for any) to loopback ports of the cluster (keys).
 
-        Gives the local port of each.
+        Yields the local port for each port of the cluster.
         """
 
     def down(self, name: str) -> None:
-        """End the cluster and all that runs on it; safe to repeat."""
+        """Tear the cluster down, with everything that runs on it. Safe to repeat."""
 
     def cost(self, name: str) -> Cost:
-        """What the cluster cost so far."""
+        """The cost of the cluster so far."""
 
     def ports_record(self, name: str) -> Path:
-        """The file of this machine where the ports of a cluster are noted; gone with it."""
+        """The file on this machine that records a cluster's ports; `down` deletes it."""
 
     def checks(self) -> list[Check]:
-        """What this provider needs to work, and whether it is there."""
+        """Check that everything this provider needs is present."""

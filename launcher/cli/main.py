@@ -1,7 +1,7 @@
 """`launcher`: the program on the laptop. Commands parse, call and print; nothing else.
 
-Here are the verbs that act on a cluster; those of its runs are in `cli_runs`, those
-that tell of it in `cli_reports`.
+This module has the commands that change a cluster. Those for runs are in `runs`, and those that
+report on a cluster in `reports`.
 """
 
 import contextlib
@@ -30,15 +30,15 @@ from launcher.cli.runs import cancel, run
 from launcher.cli.target import Target, on_cluster
 
 LARGE = 200_000_000
-"""Bytes of a workdir above which `sync` warns."""
+"""Size of a workdir, in bytes, above which `sync` warns."""
 SHOWN = 20
-"""Names that `sync` shows of what it sent, and of what it removed."""
+"""How many sent and how many removed files `sync` lists."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(kit.cli.version(), prog_name="launcher")
 def cli() -> None:
-    """Rent a cluster, train on it, bring the checkpoints home, tear it down.
+    """Rent a cluster, train on it, pull the checkpoints, tear it down.
 
     \b
     Example:
@@ -51,11 +51,23 @@ def cli() -> None:
 
 @cli.command(context_settings={"ignore_unknown_options": True})
 @on_cluster
-@click.option("--env", "envs", multiple=True, metavar="NAME[=VALUE]", help="An env of the task.")
-@click.option("--max-hours", type=click.FloatRange(0), help="End after so many hours.  [8]")
-@click.option("--idle-minutes", type=click.FloatRange(0), help="End when idle so long.  [30]")
-@click.option("--max-cost", type=click.FloatRange(0, min_open=True), help="End at so many dollars.")
-@click.option("--no-lease", is_flag=True, help="Stay, and cost, until it is ended.")
+@click.option(
+    "--env", "envs", multiple=True, metavar="NAME[=VALUE]", help="Set a variable of the task."
+)
+@click.option("--max-hours", type=click.FloatRange(0), metavar="HOURS", help="Run this long.  [8]")
+@click.option(
+    "--idle-minutes",
+    type=click.FloatRange(0),
+    metavar="MINUTES",
+    help="Exit when idle this long.  [30]",
+)
+@click.option(
+    "--max-cost",
+    type=click.FloatRange(0, min_open=True),
+    metavar="DOLLARS",
+    help="Spend at most this much.",
+)
+@click.option("--no-lease", is_flag=True, help="Run, and cost money, until `launcher down`.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[TASK] [SKY ARGUMENT]...")
 def up(
     target: Target,
@@ -68,9 +80,11 @@ def up(
 ) -> None:
     """Bring a cluster up with TASK and wait until its server is healthy.
 
-    TASK is `sky/art.yaml` when not given, with --local `sky/art-cpu.yaml`. Any other argument is
-    one of `sky launch`; an --env-file goes to the task too. Safe to repeat. The cluster ends by
-    itself when its lease is over; the defaults are in `.env`.
+    TASK is `sky/art.yaml` by default, or `sky/art-cpu.yaml` with --local. All other arguments go
+    to `sky launch`, and the variables of --env-file also go to the task. Safe to repeat.
+
+    The cluster stops itself at the end of its lease: after --max-hours, when idle, or at
+    --max-cost. `.env` can change the defaults.
 
     \b
     Example:
@@ -94,14 +108,15 @@ def up(
     )
     given = [*lease.options, *(["--env"] if envs else [])]
     log = None if target.local else sys.stderr
-    if not cluster.up(task, rest, progress=note, log=log, given=given):
+    if not cluster.up(task, rest, progress=note, log=log, options=given):
         note("Nothing was launched")
         return
     where = target.options
     note(f"Cluster `{cluster.name}` is up and its server is healthy")
     if not target.local:
-        note(f"Log in: `ssh {cluster.name}`; end it: `launcher down{where}`, `sky down` loses data")
-    note(f"Next: `launcher tunnel{where}`, then train; `launcher pull{where}` brings it home")
+        note(f"Log in with `ssh {cluster.name}`")
+        note(f"End it with `launcher down{where}`, which pulls first; `sky down` does not")
+    note(f"Next: `launcher tunnel{where}`, then train and `launcher pull{where}`")
 
 
 @cli.command()
@@ -109,10 +124,11 @@ def up(
 @as_json
 @click.argument("workdir", type=Path, default=Path("."), metavar="[DIR]")
 def sync(target: Target, as_json: bool, workdir: Path) -> None:
-    """Bring the cluster's copy of DIR, by default of this directory, up to date.
+    """Update the cluster's copy of DIR.
 
-    Sends what changed, less what `.gitignore` names, or `.skyignore` where there is one, and
-    deletes what was removed here. What the cluster made itself stays.
+    DIR is the current directory by default. Sends changed files and deletes those that no longer
+    exist here. Skips the files in `.gitignore`, or in `.skyignore` if there is one. Keeps files
+    that the cluster created.
 
     \b
     Example:
@@ -127,7 +143,7 @@ def sync(target: Target, as_json: bool, workdir: Path) -> None:
         largest = max(sizes, key=lambda name: sizes[name])
         note(
             f"warning: `{workdir}` is {megabytes(sum(sizes.values()))}, `{largest}` alone "
-            f"{megabytes(sizes[largest])}; name in `.gitignore` or `.skyignore` what need not go"
+            f"{megabytes(sizes[largest])}; exclude files with `.gitignore` or `.skyignore`"
         )
     sent = target.cluster.sync(workdir, files)
     if as_json:
@@ -142,14 +158,22 @@ def sync(target: Target, as_json: bool, workdir: Path) -> None:
 
 @cli.command()
 @on_cluster
-@click.option("--port", type=click.IntRange(1, 65535), help="Local end of the control API.")
-@click.option("--openai-port", type=click.IntRange(1, 65535), help="Local end of the OpenAI API.")
+@click.option(
+    "--port", type=click.IntRange(1, 65535), metavar="PORT", help="Local port of the control API."
+)
+@click.option(
+    "--openai-port",
+    type=click.IntRange(1, 65535),
+    metavar="PORT",
+    help="Local port of the OpenAI API.",
+)
 @as_json
 def tunnel(target: Target, port: int | None, openai_port: int | None, as_json: bool) -> None:
-    """Reach the server's two ports on this machine until you press Ctrl-C.
+    """Forward the server's two ports to this machine.
 
-    Prints the variables that lead a client there, once the server answers. openpipe-art chats on
-    the port that the server calls its own, so another --openai-port is not for it.
+    Prints the environment variables for clients once the server answers, and runs until you press
+    Ctrl-C. Do not change --openai-port for openpipe-art: it connects to the port that the server
+    reports.
 
     \b
     Example:
@@ -168,7 +192,7 @@ def tunnel(target: Target, port: int | None, openai_port: int | None, as_json: b
             for variable, value in endpoints.exports().items():
                 click.echo(f"export {variable}={value}")
         sys.stdout.flush()
-        note("The tunnel is open; Ctrl-C closes it")
+        note("The tunnel is open; press Ctrl-C to close it")
         with contextlib.suppress(KeyboardInterrupt):
             wait_while_healthy(endpoints, cluster.name)
 
@@ -176,13 +200,14 @@ def tunnel(target: Target, port: int | None, openai_port: int | None, as_json: b
 @cli.command()
 @on_cluster
 @save_to
-@click.option("--discard", is_flag=True, help="Do not bring the checkpoints home first.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--discard", is_flag=True, help="Do not pull the checkpoints first.")
+@click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @as_json
 def down(target: Target, to: Path, discard: bool, yes: bool, as_json: bool) -> None:
-    """Bring the checkpoints home, verify them, tear the cluster down and say what it cost.
+    """Pull the checkpoints, then tear the cluster down.
 
-    Safe to repeat, and on a cluster that is half made.
+    Stops if a checkpoint is damaged or cannot be pulled; --discard skips the pull. Shows what the
+    cluster cost. Safe to repeat, and on a cluster that was not fully created.
 
     \b
     Example:
@@ -190,7 +215,7 @@ def down(target: Target, to: Path, discard: bool, yes: bool, as_json: bool) -> N
       launcher down -c art --discard --yes
     """
     cluster = target.cluster
-    loss = " and lose what was not pulled" if discard else ""
+    loss = " and lose the checkpoints that were not pulled" if discard else ""
     if not yes:
         click.confirm(f"Tear down cluster `{cluster.name}`{loss}?", abort=True, err=True)
     with progress_bar() as progress:
@@ -204,22 +229,22 @@ def down(target: Target, to: Path, discard: bool, yes: bool, as_json: bool) -> N
 
 
 def _split(arguments: tuple[str, ...], local: bool) -> tuple[Path, list[str]]:
-    """The task and what is left for `sky launch`."""
+    """Split `arguments` into the task and those for `sky launch`."""
     positional, options = list(arguments), list[str]()
     if any(argument.startswith("-") for argument in arguments):
         if local:
-            return Path("sky/art-cpu.yaml"), list(arguments)  # the provider refuses them by name
+            return Path("sky/art-cpu.yaml"), list(arguments)  # the provider names and refuses them
         from launcher.skypilot.door import split_arguments
 
         positional, options = split_arguments(arguments)
     if len(positional) > 1:
-        raise click.UsageError(f"`{positional[1]}` is one argument too many: give one task")
+        raise click.UsageError(f"`{positional[1]}` is a second task: give only one")
     default = "sky/art-cpu.yaml" if local else "sky/art.yaml"
     return Path(positional[0] if positional else default), options
 
 
 def _assignment(text: str) -> tuple[str, str]:
-    """As `sky launch` reads it: without a value it is that of the environment."""
+    """Parse NAME=VALUE as `sky launch` does: NAME alone takes its value from the environment."""
     name, separator, value = text.partition("=")
     if not name.isidentifier():
         raise click.BadParameter(f"`{text}` is not NAME=VALUE", param_hint="--env")

@@ -1,4 +1,4 @@
-"""The verbs of `launcher` that tell of a cluster, or bring home what it made."""
+"""The commands of `launcher` that report on a cluster or pull its checkpoints."""
 
 import contextlib
 import sys
@@ -16,22 +16,26 @@ if TYPE_CHECKING:
     from launcher.checkpoints import PulledCheckpoint
     from launcher.provider import Cost, Progress
 
-HOME = Path("checkpoints")
-"""Where `pull` and `down` bring checkpoints when `--to` is not given."""
-
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
-of_managed = click.option("--managed", is_flag=True, help="Managed runs, of no cluster here.")
+managed_runs = click.option("--managed", is_flag=True, help="Use managed runs, not a cluster's.")
 save_to = click.option(
-    "--to", type=Path, default=HOME, show_default=True, metavar="DIR", help="Where to save."
+    "--to",
+    type=Path,
+    default=Path("checkpoints"),
+    show_default=True,
+    metavar="DIR",
+    help="Directory for checkpoints and metrics.",
 )
 
 
 @click.command()
 @on_cluster
-@of_managed
+@managed_runs
 @as_json
 def ls(target: Target, managed: bool, as_json: bool) -> None:
-    """List the clusters, with -c the runs of one, or with --managed the managed runs.
+    """List clusters or runs.
+
+    Lists all clusters, with -c the runs of one cluster, or with --managed the managed runs.
 
     \b
     Example:
@@ -51,15 +55,17 @@ def ls(target: Target, managed: bool, as_json: bool) -> None:
     for row in rows:
         click.echo("\t".join(str(value) for value in vars(row).values()))
     if not rows:
-        note("There is nothing to list; `launcher up` brings a cluster up")
+        note("Nothing to list; `launcher up` brings a cluster up")
 
 
 @click.command()
 @on_cluster
-@click.option("--follow/--no-follow", default=True, show_default=True, help="Go on as it grows.")
-@click.option("--tail", type=click.IntRange(0), default=0, metavar="N", help="The last N lines.")
+@click.option("--follow/--no-follow", default=True, show_default=True, help="Show new lines too.")
+@click.option(
+    "--tail", type=click.IntRange(0), default=0, metavar="N", help="Show the last N lines."
+)
 @click.option("--bundle", type=Path, metavar="FILE", help="Pack all logs into a .tar.gz instead.")
-@of_managed
+@managed_runs
 @as_json
 @click.argument("run_id", required=False, metavar="[RUN|server|engine|vllm|learner]")
 def logs(
@@ -71,10 +77,11 @@ def logs(
     as_json: bool,
     run_id: str | None,
 ) -> None:
-    """Show the output of a run, by default the newest, or of a part of the server.
+    """Show the output of a run or of a process of the server.
 
-    A bundle for a bug report holds every log, the metrics, and the pictures of packed rows where
-    `plot_tensors` made some; the values of your secrets are blacked out.
+    Shows the newest run by default. --bundle packs every log, the metrics, and the plots that
+    `plot_tensors` made of packed rows into an archive for a bug report, without the values of your
+    secrets.
 
     \b
     Example:
@@ -85,12 +92,12 @@ def logs(
       launcher logs --bundle report.tar.gz
     """
     if bundle is None and as_json:
-        raise click.UsageError("a log is text: `--json` is for `--bundle`")
+        raise click.UsageError("`--json` works only with `--bundle`, because a log is text")
     if bundle is not None and run_id is not None:
-        raise click.UsageError(f"`--bundle` packs every log: leave out `{run_id}`")
+        raise click.UsageError(f"`--bundle` packs every log: remove `{run_id}`")
     if managed:
         if bundle is not None:
-            raise click.UsageError("`--bundle` is of a cluster, and cannot be `--managed`")
+            raise click.UsageError("`--bundle` packs the logs of a cluster: remove `--managed`")
         with contextlib.suppress(KeyboardInterrupt):
             target.managed().logs(run_id, follow=follow, tail=tail)
         return
@@ -100,7 +107,7 @@ def logs(
             data({"bundle": str(bundle), "files": names})
         for name in [] if as_json else names:
             note(name)
-        note(f"Packed into `{bundle}`; look through it before you send it")
+        note(f"Packed into `{bundle}`; check its contents before you send it")
         return
     with contextlib.suppress(KeyboardInterrupt):
         target.cluster.logs(run_id, follow=follow, tail=tail)
@@ -109,13 +116,21 @@ def logs(
 @click.command()
 @on_cluster
 @save_to
-@click.option("--watch", is_flag=True, help="Go on until the newest run is over.")
-@click.option("--every", type=float, default=15.0, show_default=True, help="Seconds between two.")
+@click.option("--watch", is_flag=True, help="Repeat until the newest run is over.")
+@click.option(
+    "--every",
+    type=float,
+    default=15.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time between pulls with --watch.",
+)
 @as_json
 def pull(target: Target, to: Path, watch: bool, every: float, as_json: bool) -> None:
-    """Bring checkpoints and metrics home and check every checkpoint's files against their sha256.
+    """Copy new checkpoints and metrics to this machine.
 
-    Only what is new is sent, and an interrupted pull goes on where it stopped.
+    Checks each file of a checkpoint against its sha256. An interrupted pull continues where it
+    stopped.
 
     \b
     Example:
@@ -128,7 +143,7 @@ def pull(target: Target, to: Path, watch: bool, every: float, as_json: bool) -> 
         pulled = cluster.pull(to, progress=progress)
     if watch:
         summarize(pulled, to)
-        for pulled in cluster.watch(to, every=every):
+        for pulled in cluster.watch(to, interval=every):
             summarize(pulled, to)
     if as_json:
         data([vars(checkpoint) for checkpoint in pulled])
@@ -140,7 +155,9 @@ def pull(target: Target, to: Path, watch: bool, every: float, as_json: bool) -> 
 @on_cluster
 @as_json
 def cost(target: Target, as_json: bool) -> None:
-    """Say what a cluster cost so far, costs an hour, and will have cost at the end of its lease.
+    """Show what a cluster costs.
+
+    Shows the cost so far, per hour, and by the end of its lease.
 
     \b
     Example:
@@ -158,7 +175,9 @@ def cost(target: Target, as_json: bool) -> None:
 @on_cluster
 @as_json
 def doctor(target: Target, as_json: bool) -> None:
-    """Look at all that a launch needs, and say what to do where something is wrong.
+    """Check everything that a launch needs.
+
+    Suggests a fix for each problem, and exits with 1 if there is one.
 
     \b
     Example:
@@ -169,22 +188,23 @@ def doctor(target: Target, as_json: bool) -> None:
 
     checks = examine(target.cluster, target.env_file)
     if as_json:
-        data([vars(check) for check in checks])
+        keys = {"message": "told"}  # the name that scripts rely on
+        data([{keys.get(key, key): value for key, value in vars(it).items()} for it in checks])
     for check in [] if as_json else checks:
-        click.echo(f"{'ok  ' if check.ok else 'BAD '} {check.name}: {check.told}")
+        click.echo(f"{'ok  ' if check.ok else 'BAD '} {check.name}: {check.message}")
         if check.fix and not check.ok:
             click.echo(f"     {check.fix}")
-    if wrong := [check.name for check in checks if not check.ok]:
-        note(f"Wrong: {', '.join(wrong)}")
+    if failed := [check.name for check in checks if not check.ok]:
+        note(f"Failed checks: {', '.join(failed)}")
         sys.exit(1)
-    note("All is well")
+    note("All checks passed")
 
 
 @contextlib.contextmanager
 def progress_bar() -> "Iterator[Progress]":
-    """A bar on stderr, where that is a terminal."""
+    """Show a progress bar on stderr, if that is a terminal."""
     if not sys.stderr.isatty():
-        yield lambda arrived, share: None
+        yield lambda received, share: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
@@ -193,32 +213,32 @@ def progress_bar() -> "Iterator[Progress]":
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=None)
 
-        def tell(arrived: int, share: float) -> None:
-            bar.update(task, completed=arrived, total=round(arrived / share) if share else None)
+        def update(received: int, share: float) -> None:
+            bar.update(task, completed=received, total=round(received / share) if share else None)
 
-        yield tell
+        yield update
 
 
 def summarize(pulled: "list[PulledCheckpoint]", to: Path) -> None:
     from launcher.checkpoints import metrics
 
     if not pulled:
-        note("There were no checkpoints to bring home")
+        note("There are no checkpoints to pull")
         return
     new = [checkpoint for checkpoint in pulled if checkpoint.new]
     size = megabytes(sum(checkpoint.bytes for checkpoint in new))
     note(
-        f"{len(new)} new of {len(pulled)} checkpoints in `{to}` ({size}), every file "
-        "matches its sha256"
+        f"{len(new)} new of {len(pulled)} checkpoints in `{to}` ({size}); every file matches its "
+        "sha256"
     )
     if found := metrics(to):
         note(f"Metrics: {', '.join(str(path) for path in found)}")
 
 
 def dollars(spent: "Cost") -> str:
-    told = f"it cost ${spent.so_far:.2f} in {spent.hours:.1f} hours, ${spent.per_hour:.2f} an hour"
+    text = f"it cost ${spent.so_far:.2f} in {spent.hours:.1f} hours, ${spent.per_hour:.2f} an hour"
     projected = spent.projected(time.time())
-    return told if projected is None else f"{told}; ${projected:.2f} when its lease is over"
+    return text if projected is None else f"{text}; ${projected:.2f} by the end of its lease"
 
 
 def megabytes(size: int) -> str:

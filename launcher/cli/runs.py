@@ -1,4 +1,4 @@
-"""The verbs of `launcher` that start a run and end one."""
+"""The commands of `launcher` that start and stop a run."""
 
 import shlex
 import sys
@@ -7,18 +7,18 @@ from pathlib import Path
 import click
 
 from kit.cli import data, note
-from launcher.cli.reports import as_json, of_managed
+from launcher.cli.reports import as_json, managed_runs
 from launcher.cli.target import Target, on_cluster
 from launcher.lease import describe_lease
 
 
-# Whatever follows the first word is the command's own, `-c` and `--wait` too.
+# Everything after the first word belongs to the command, even `-c` and `--wait`.
 @click.command(context_settings={"allow_interspersed_args": False})
 @on_cluster
-@click.option("--wait", is_flag=True, help="Show its output and exit with its code.")
-@click.option("--managed", is_flag=True, help="On a cluster of its own, replaced when it is lost.")
-@click.option("--task", type=Path, metavar="TASK", help="Managed: its server.  [sky/art.yaml]")
-@click.option("--state-dir", metavar="DIR", help="Managed: shared disk for checkpoints.")
+@click.option("--wait", is_flag=True, help="Show the output and exit with the command's code.")
+@click.option("--managed", is_flag=True, help="Run on a new cluster, replaced if it is lost.")
+@click.option("--task", type=Path, metavar="TASK", help="Managed: the server.  [sky/art.yaml]")
+@click.option("--state-dir", metavar="DIR", help="Managed: checkpoints on a shared disk.")
 @as_json
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 def run(
@@ -30,15 +30,16 @@ def run(
     as_json: bool,
     command: tuple[str, ...],
 ) -> None:
-    """Start COMMAND on a cluster beside its server, and print the run's id.
+    """Start COMMAND on a cluster and print the id of the run.
 
-    It runs in the synced workdir with its environment active, and finds the server in
-    ART_BASE_URL and OPENAI_BASE_URL. With --managed both get a cluster of their own; when that one
-    is lost SkyPilot brings up another, where they go on from the last checkpoint; --wait then
-    exits with 0 or 1.
+    COMMAND runs next to the server, in the synced workdir with its environment active.
+    ART_BASE_URL and OPENAI_BASE_URL are the addresses of the server.
 
-    Options of the launcher come before COMMAND, what follows it is its own. One word is a line of
-    bash; several are a program and its arguments.
+    With --managed, a new cluster runs the server and COMMAND. If the cluster is lost, SkyPilot
+    starts another one, which continues from the last checkpoint; --wait then exits with 0 or 1.
+
+    Options of the launcher go before COMMAND. A single word is run as a line of bash; several
+    words are a program and its arguments.
 
     \b
     Example:
@@ -47,27 +48,27 @@ def run(
       launcher run --managed --task sky/art.yaml python train.py
     """
     if wait and as_json:
-        raise click.UsageError("with `--wait` stdout is the command's: leave out `--json`")
+        raise click.UsageError("with `--wait`, stdout is the command's output: remove `--json`")
     if managed:
         path = task or Path("sky/art.yaml")
         return _run_managed(target, path, state_dir, command, wait, as_json)
     if task or state_dir:
-        raise click.UsageError("`--task` and `--state-dir` are for `--managed`")
+        raise click.UsageError("`--task` and `--state-dir` work only with `--managed`")
     cluster = target.cluster
     started = cluster.run(_line(command))
     if wait:
         cluster.logs(started.id, follow=True)
         sys.exit(cluster.wait(started))
-    _tell(started.id, started.name, as_json)
+    _print_id(started.id, started.name, as_json)
     note(f"Next: `launcher logs {started.id}{target.options}`")
 
 
 @click.command()
 @on_cluster
-@of_managed
+@managed_runs
 @click.argument("run_id", metavar="RUN")
 def cancel(target: Target, managed: bool, run_id: str) -> None:
-    """End a run; the server itself ends with `launcher down`.
+    """Stop a run. `launcher down` stops the server.
 
     \b
     Example:
@@ -78,7 +79,7 @@ def cancel(target: Target, managed: bool, run_id: str) -> None:
         options = " --managed" if managed else target.options
         note(f"Run `{run_id}` is cancelled; see it with `launcher logs {run_id}{options}`")
     else:
-        note(f"Run `{run_id}` was over already")
+        note(f"Run `{run_id}` was already over")
 
 
 def _run_managed(
@@ -94,16 +95,16 @@ def _run_managed(
     managed, settings = target.managed(), target.cluster.settings
     task = Task.load(path, settings, env_file=target.env_file)
     ports = dict(zip(("port", "openai_port"), task.ports, strict=True))
-    settings = settings.model_copy(update=ports)  # the task may have its own
+    settings = settings.model_copy(update=ports)  # the task may override them
     run_id = managed.start(task, _line(command), settings, state_dir=state_dir)
     note(describe_lease(task.envs, None))
-    _tell(run_id, task.name, as_json)
-    note(f"Next: `launcher logs --managed {run_id}`; `ls` and `cancel` take `--managed` too")
+    _print_id(run_id, task.name, as_json)
+    note(f"Next: `launcher logs --managed {run_id}`; `ls` and `cancel` accept `--managed` too")
     if wait:
         sys.exit(0 if managed.wait(run_id) else 1)
 
 
-def _tell(run_id: str, name: str, as_json: bool) -> None:
+def _print_id(run_id: str, name: str, as_json: bool) -> None:
     if as_json:
         data({"id": run_id, "name": name})
     else:
@@ -111,5 +112,5 @@ def _tell(run_id: str, name: str, as_json: bool) -> None:
 
 
 def _line(command: tuple[str, ...]) -> str:
-    """The bash of a command; several words reach the program as they were given here."""
+    """The line of bash for a command. Several words are quoted, so they arrive unchanged."""
     return command[0] if len(command) == 1 else shlex.join(command)

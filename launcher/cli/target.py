@@ -1,4 +1,4 @@
-"""The options that every verb has, and the cluster that they lead to."""
+"""The options that every command has, and the cluster that they select."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Target:
-    """The cluster that a command works on, and how the user named it."""
+    """The cluster that a command works on, and how the user selected it."""
 
     cluster: "Cluster"
     local: bool
@@ -25,27 +25,29 @@ class Target:
 
     @property
     def options(self) -> str:
-        """What leads another command to the same cluster."""
-        other = self.cluster.name != "art"
-        return " --local" * self.local + f" -c {self.cluster.name}" * other
+        """The options that select the same cluster in another command, with a leading space."""
+        options = " --local" if self.local else ""
+        if self.cluster.name != "art":
+            options += f" -c {self.cluster.name}"
+        return options
 
     def managed(self) -> ModuleType:
-        """What knows of managed runs, which belong to no cluster of ours."""
+        """The module for managed runs, which belong to no cluster of the user."""
         from launcher.skypilot import managed
 
         if self.local or self.named:
             raise click.UsageError(
-                "`--managed` is on a cluster of SkyPilot's own: leave out `-c` and `--local`"
+                "`--managed` uses a cluster that SkyPilot chooses: remove `-c` and `--local`"
             )
         return managed
 
 
 def on_cluster(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command its Target, and the options that every verb has."""
+    """Add the options that every command has, and pass the command its Target."""
 
-    @click.option("-c", "--cluster", "name", metavar="NAME", help="Cluster.  [art]")
-    @click.option("--local", is_flag=True, help="A cluster of this machine, without SkyPilot.")
-    @click.option("--env-file", type=Path, metavar="FILE", help="Settings from it.  [.env]")
+    @click.option("-c", "--cluster", "name", metavar="NAME", help="Name of the cluster.  [art]")
+    @click.option("--local", is_flag=True, help="Use this machine instead of SkyPilot.")
+    @click.option("--env-file", type=Path, metavar="FILE", help="File with settings.  [.env]")
     @click.pass_obj
     @wraps(command)
     def with_target(

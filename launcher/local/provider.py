@@ -1,10 +1,10 @@
-"""`--local`: the same task YAML in a sandbox directory of this machine.
+"""`--local`: run the same task YAML in a sandbox directory on this machine.
 
     ~/.art-cluster/clusters/NAME/
         home/sky_workdir/     a copy of the workdir, where setup and run happen
-        runs/1/               one run: pid, log, exit (its exit code), name
+        runs/1/               one run: its name, process id, log and exit code
 
-A run is a process in its own session, so that it outlives the launcher and `down` ends all of it.
+A run has its own session, so that it outlives the launcher and `down` ends all its processes.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ from launcher.files import (
     same_size_and_time,
     select,
 )
-from launcher.local.runs import born, end, make_run, read_run, show
-from launcher.local.tasks import mount, refuse
+from launcher.local.runs import follow_file, make_run, read_run, start_time, stop_run
+from launcher.local.tasks import check_task, mount
 from launcher.provider import (
     RUN,
     SETUP_FAILED,
@@ -48,7 +48,7 @@ SEED_ENVIRONMENT = "ART_SEED_ENVIRONMENT"
 
 
 class LocalProvider:
-    """Clusters that are directories of this machine."""
+    """Clusters that are directories on this machine."""
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = root or Path.home() / ".art-cluster" / "clusters"
@@ -63,19 +63,19 @@ class LocalProvider:
     ) -> Run | None:
         if arguments:
             raise LauncherError(
-                f"`{arguments[0]}` means nothing to a local cluster",
-                hint="Leave it out, or leave `--local` out",
+                f"A local cluster does not support `{arguments[0]}`",
+                hint=f"Remove `{arguments[0]}`, or remove `--local`",
             )
-        refuse(task)
+        check_task(task)
         if task.max_cost is not None:
             raise LauncherError(
-                "A local cluster costs nothing, so `--max-cost` means nothing to it",
-                hint="Give `--max-hours`, or leave `--local` out",
+                "A local cluster does not support `--max-cost`, because it costs nothing",
+                hint="Use `--max-hours`, or remove `--local`",
             )
         if any(not run.status.over for run in self._runs_or_none(name)):
             raise ProviderError(
-                f"The local cluster `{name}` is up already",
-                hint=f"End it with `launcher down --local -c {name}`, or use it as it is",
+                f"The local cluster `{name}` is already up",
+                hint=f"Use it as it is, or end it with `launcher down --local -c {name}`",
             )
         home = self.root / name / "home"
         home.mkdir(parents=True, exist_ok=True)
@@ -83,14 +83,15 @@ class LocalProvider:
         self._sync(name, workdir, select(workdir))
         for target, source in (task.config.get("file_mounts") or {}).items():
             mount(Path(source).expanduser(), home, target)
-        # Setup is part of the run, as with SkyPilot: `logs` shows it and its failure ends the run.
+        # As with SkyPilot, setup is part of the run: `logs` shows it, and if it fails, so does
+        # the run.
         scripts = [task.config[part] for part in ("setup", "run") if task.config.get(part)]
         started = self._start(name, task.name, scripts, task.envs, task.secrets)
         reachable()
         return started
 
     def resume(self, name: str) -> Run | None:
-        return None  # a launch ends with whoever asked for it
+        return None  # a launch never outlives its launcher
 
     def clusters(self) -> list[ClusterInfo]:
         if not self.root.is_dir():
@@ -114,18 +115,18 @@ class LocalProvider:
         try:
             return int((directory / "exit").read_text())
         except (OSError, ValueError):
-            return 137  # ended from outside before it could say so
+            return 137  # killed before it could write its exit code
 
     def sync(self, name: str, workdir: Path, files: Sequence[str]) -> Sent:
         self._existing(name)
         return self._sync(name, workdir, files)
 
     def cancel(self, name: str, run_id: str) -> None:
-        end(self._run_directory(name, run_id))
+        stop_run(self._run_directory(name, run_id))
 
     def logs(self, name: str, run_id: str | None, *, follow: bool, tail: int, out: TextIO) -> None:
         directory = self._run_directory(name, resolve_run_id(run_id, name, self.runs(name)))
-        show(
+        follow_file(
             directory / "log",
             follow=lambda: follow and not read_run(directory).status.over,
             tail=tail,
@@ -136,7 +137,7 @@ class LocalProvider:
         file = self._existing(name) / "home" / path
         if not file.is_file():
             raise LauncherError(f"Cluster `{name}` has no `~/{path}` yet", hint="Try again later")
-        show(file, follow=lambda: follow and self._status(name) == "up", tail=tail, out=out)
+        follow_file(file, follow=lambda: follow and self._status(name) == "up", tail=tail, out=out)
 
     @contextlib.contextmanager
     def writer(self, name: str, path: str) -> Iterator[Callable[[str], None]]:
@@ -158,7 +159,7 @@ class LocalProvider:
         checksum: bool,
         progress: Progress,
     ) -> None:
-        # A copy on one disk costs what reading to compare it would: `checksum` copies all.
+        # On one disk a copy is as fast as a comparison, so `checksum` copies every file.
         base = self._existing(name) / "home" / source
         globs = [f"{pattern}/*" if pattern.endswith("**") else pattern for pattern in patterns]
         found = {path for glob in globs for path in base.glob(glob) if path.is_file()}
@@ -181,8 +182,8 @@ class LocalProvider:
         for port, local in ports.items():
             if local not in (0, port):
                 raise LauncherError(
-                    f"A local cluster listens on {port} of this machine, not on {local}",
-                    hint="Choose its ports with `ART_PORT` and `ART_OPENAI_PORT` when it comes up",
+                    f"A local cluster listens on port {port} of this machine, not on {local}",
+                    hint="Set `ART_PORT` and `ART_OPENAI_PORT` before `launcher up`",
                 )
         yield {port: port for port in ports}
 
@@ -192,7 +193,7 @@ class LocalProvider:
             return
         for run in self._runs_or_none(name):
             if not run.status.over:
-                end(directory / "runs" / run.id)
+                stop_run(directory / "runs" / run.id)
         shutil.rmtree(directory)
 
     def cost(self, name: str) -> Cost:
@@ -204,19 +205,19 @@ class LocalProvider:
         return self.root / name / "ports.json"
 
     def checks(self) -> list[Check]:
-        return []  # this machine is all it needs
+        return []  # needs nothing but this machine
 
     def _sync(self, name: str, workdir: Path, files: Sequence[str]) -> Sent:
-        """Copy `files` of `workdir`, and delete what was copied before and is not among them."""
+        """Copy `files`, and delete those that were copied before and are not among them."""
         to = self.root / name / "home" / WORKDIR
         record = self.root / name / "sent.json"
-        gone = [path for path in removed_since(record, workdir, files) if (to / path).is_file()]
-        for path in gone:
+        removed = [path for path in removed_since(record, workdir, files) if (to / path).is_file()]
+        for path in removed:
             (to / path).unlink()
         sent = [path for path in files if copy_if_new(workdir / path, to / path)]
         to.mkdir(exist_ok=True)
         record_sent(record, workdir, files)
-        return Sent(tuple(sent), tuple(gone), sum(file_sizes(workdir, sent).values()))
+        return Sent(tuple(sent), tuple(removed), sum(file_sizes(workdir, sent).values()))
 
     def _start(
         self,
@@ -228,17 +229,17 @@ class LocalProvider:
     ) -> Run:
         home = self.root / name / "home"
         directory = make_run(self.root / name / "runs", label)
-        # Files of their own: `set -e` would be off in `( setup ) && ( run )`.
+        # One file per script, because bash ignores `set -e` in `( setup ) && ( run )`.
         for number, script in enumerate(scripts):
             (directory / f"{number}.sh").write_text(script)
         *before, last = (f'bash "$0/{number}.sh"' for number in range(len(scripts)))
-        told = f'(code=$?; echo "{SETUP_FAILED} with code $code"; exit $code)'
-        chain = " && ".join([*(f"{{ {script} || {told}; }}" for script in before), last])
-        # What this machine has cached already need not be fetched again for the sandbox.
+        on_failure = f'(code=$?; echo "{SETUP_FAILED} with code $code"; exit $code)'
+        chain = " && ".join([*(f"{{ {script} || {on_failure}; }}" for script in before), last])
+        # The sandbox shares the cache of this machine, so that nothing is downloaded twice.
         cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
         environment = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PWD")}
         started = subprocess.run(
-            # In the background of a shell that ends: the run is nobody's child and outlives us.
+            # In the background of a shell that exits, so that the run outlives the launcher.
             [
                 *("bash", "-c"),
                 f'{{ {chain}; echo $? >"$0/exit.new"; mv "$0/exit.new" "$0/exit"; }} '
@@ -256,12 +257,12 @@ class LocalProvider:
             check=True,
         )
         pid = int(started.stdout)
-        (directory / "pid").write_text(f"{pid} {born(pid)}")
+        (directory / "pid").write_text(f"{pid} {start_time(pid)}")
         return Run(directory.name, label, RunStatus.RUNNING)
 
     def workdir(self, name: str) -> Path:
-        """Where the workdir's copy of a cluster is; the server's state is `.art` in it."""
-        return self._existing(name) / "home" / "sky_workdir"
+        """The cluster's copy of the workdir; `.art` in it is the server's state directory."""
+        return self._existing(name) / "home" / WORKDIR
 
     def _existing(self, name: str) -> Path:
         if not (self.root / name).is_dir():
@@ -273,9 +274,9 @@ class LocalProvider:
 
     def _runs_or_none(self, name: str) -> list[Run]:
         runs = self.root / name / "runs"
-        # One that another command is about to make says nothing of itself yet.
-        told = [path.parent for path in runs.glob("*/about.json")]
-        return [read_run(path) for path in sorted(told, key=lambda path: int(path.name))]
+        # A run that another command is starting has no `about.json` yet.
+        found = [path.parent for path in runs.glob("*/about.json")]
+        return [read_run(path) for path in sorted(found, key=lambda path: int(path.name))]
 
     def _run_directory(self, name: str, run_id: str) -> Path:
         directory = self._existing(name) / "runs" / run_id

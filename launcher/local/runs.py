@@ -1,4 +1,4 @@
-"""Runs of a local cluster: a directory each, and a process group while it is alive."""
+"""Runs of a local cluster. Each is a directory, and a process group while it is alive."""
 
 import contextlib
 import itertools
@@ -15,11 +15,11 @@ from launcher.provider import Run, RunStatus
 
 
 def make_run(runs: Path, label: str) -> Path:
-    """The directory of a new run, by the next number that no other command takes meanwhile."""
+    """Create the directory of a new run, named by the next free number."""
     runs.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(len(list(runs.iterdir())) + 1):
         directory = runs / str(number)
-        with contextlib.suppress(FileExistsError):
+        with contextlib.suppress(FileExistsError):  # another command was faster
             directory.mkdir()
             break
     about = directory / "about.new"
@@ -30,7 +30,7 @@ def make_run(runs: Path, label: str) -> Path:
 
 def read_run(directory: Path) -> Run:
     label = json.loads((directory / "about.json").read_text())["name"]
-    pid = _pid(directory)  # first: who has ended by now has written its code
+    pid = _pid(directory)  # before the exit code: a process that has ended has written it
     if (directory / "exit").is_file():
         code = int((directory / "exit").read_text())
         status = RunStatus.SUCCEEDED if code == 0 else RunStatus.FAILED
@@ -40,24 +40,24 @@ def read_run(directory: Path) -> Run:
 
 
 def _pid(directory: Path) -> int | None:
-    """The process of a run if it is alive: the number alone may be another process by now."""
+    """The process id of a run that is alive. A reused id is told apart by its start time."""
     try:
-        pid, _, when = (directory / "pid").read_text().partition(" ")
+        pid, _, started = (directory / "pid").read_text().partition(" ")
     except OSError:
         return None
-    return int(pid) if when and born(int(pid)) == when else None
+    return int(pid) if started and start_time(int(pid)) == started else None
 
 
-def born(pid: int) -> str:
-    """When process `pid` started, or an empty string when there is none."""
+def start_time(pid: int) -> str:
+    """The start time of process `pid`, or an empty string if there is no such process."""
     command = ["ps", "-o", "lstart=", "-p", str(pid)]
     return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
-def end(directory: Path, patience: float = 15.0) -> None:
-    """End all processes of a run: ask them first, and after `patience` seconds insist.
+def stop_run(directory: Path, patience: float = 15.0) -> None:
+    """Terminate all processes of a run, and kill those left after `patience` seconds.
 
-    Its first one is gone at once, and a server still writes while it ends.
+    Waits for the whole group: its first process exits at once, while a server still writes files.
     """
     pid = _pid(directory)
     if pid is None:
@@ -73,21 +73,21 @@ def end(directory: Path, patience: float = 15.0) -> None:
 
 
 def _has_members(group: int) -> bool:
-    """Whether a process of the group has not ended yet."""
-    shown = subprocess.run(["ps", "-eo", "pgid=,stat="], capture_output=True, text=True).stdout
-    found = (line.split() for line in shown.splitlines())
-    return any(int(number) == group and not state.startswith("Z") for number, state in found)
+    """Whether the group has a process that is still alive."""
+    output = subprocess.run(["ps", "-eo", "pgid=,stat="], capture_output=True, text=True).stdout
+    processes = (line.split() for line in output.splitlines())
+    return any(int(number) == group and not state.startswith("Z") for number, state in processes)
 
 
-def show(path: Path, *, follow: Callable[[], bool], tail: int, out: TextIO) -> None:
-    """Write a text file to `out`, and what it grows by for as long as `follow` says."""
+def follow_file(path: Path, *, follow: Callable[[], bool], tail: int, out: TextIO) -> None:
+    """Write the last `tail` lines of a text file to `out` (0: all), and new ones while `follow`."""
     with path.open(encoding="utf-8", errors="replace") as log:
         lines = log.readlines()
         out.writelines(lines[-tail:] if tail else lines)
-        going = True
-        while going:
-            going = follow()  # before the read: no line is lost
+        following = True
+        while following:
+            following = follow()  # before the read, so that no line is lost
             out.write(log.read())
             out.flush()
-            if going:
+            if following:
                 time.sleep(0.2)

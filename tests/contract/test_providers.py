@@ -1,4 +1,4 @@
-"""What every provider does, real and fake; SkyPilot's where ART_TEST_SKYPILOT names a cluster.
+"""One suite for every provider, real and fake; SkyPilot's if ART_TEST_SKYPILOT names a cluster.
 
 `tests/e2e/test_slurm.py` sets it, on the laptop of its Slurm cluster.
 """
@@ -25,7 +25,7 @@ from launcher.task import Task
 from launcher.testing import FakeProvider
 from tests.serving import free_port
 
-# Read here: while a test runs, no variable of ours is set.
+# Read at import: a fixture unsets the variables of the kit while a test runs.
 SKYPILOT = os.environ.get("ART_TEST_SKYPILOT")
 NAME = SKYPILOT or "suite"
 TASK = """
@@ -77,7 +77,7 @@ def provider(
         provider.down(NAME)
 
 
-def quiet(arrived: int, share: float) -> None:
+def no_progress(received: int, share: float) -> None:
     pass
 
 
@@ -95,7 +95,9 @@ def names(provider: Provider) -> set[str]:
 
 
 @pytest.mark.filterwarnings("ignore")  # SkyPilot warns about its own dependencies
-def test_a_cluster_appears_works_and_goes(provider: Provider, task: Task, tmp_path: Path) -> None:
+def test_a_cluster_comes_up_works_and_goes_away(
+    provider: Provider, task: Task, tmp_path: Path
+) -> None:
     assert NAME not in names(provider)
     server = provider.launch(NAME, task, [])
     assert server is not None
@@ -120,13 +122,13 @@ def test_a_cluster_appears_works_and_goes(provider: Provider, task: Task, tmp_pa
     with provider.writer(NAME, f"{CLUSTER_STATE_DIR}/note") as write:
         write("one\ntwo\n")
     with provider.writer(NAME, f"{CLUSTER_STATE_DIR}/note"):
-        pass  # nothing to say changes nothing
+        pass  # a writer that is not called changes nothing
     out = io.StringIO()
     provider.read(NAME, f"{CLUSTER_STATE_DIR}/note", follow=False, tail=1, out=out)
     assert out.getvalue().endswith("two\n")
     if not isinstance(provider, FakeProvider):
         provider.fetch(
-            NAME, CLUSTER_STATE_DIR, tmp_path / "x", ["no*"], checksum=False, progress=quiet
+            NAME, CLUSTER_STATE_DIR, tmp_path / "x", ["no*"], checksum=False, progress=no_progress
         )
         assert (tmp_path / "x" / "note").read_text() == "one\ntwo\n"
 
@@ -136,14 +138,14 @@ def test_a_cluster_appears_works_and_goes(provider: Provider, task: Task, tmp_pa
     provider.cancel(NAME, server.id)
     assert wait(provider, server.id) is RunStatus.CANCELLED
     if SKYPILOT:
-        return  # who named the cluster ends it
+        return  # the test that created the cluster ends it
     provider.down(NAME)
     provider.down(NAME)
     assert NAME not in names(provider)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_cluster_that_is_not_there_is_named(provider: Provider, tmp_path: Path) -> None:
+def test_a_missing_cluster_is_named(provider: Provider, tmp_path: Path) -> None:
     for call in (
         lambda: provider.runs("absent"),
         lambda: provider.run("absent", "true", {}, {}),
@@ -152,7 +154,7 @@ def test_a_cluster_that_is_not_there_is_named(provider: Provider, tmp_path: Path
         lambda: provider.exit_code("absent", "1"),
         lambda: provider.read("absent", "x", follow=False, tail=0, out=io.StringIO()),
         lambda: provider.fetch(
-            "absent", CLUSTER_STATE_DIR, Path("x"), [], checksum=False, progress=quiet
+            "absent", CLUSTER_STATE_DIR, Path("x"), [], checksum=False, progress=no_progress
         ),
         lambda: provider.tunnel("absent", {1: 1}).__enter__(),
     ):
@@ -168,7 +170,7 @@ def local(tmp_path: Path, task: Task) -> Iterator[LocalProvider]:
     provider.down("art")
 
 
-def test_local_syncs_sets_up_and_hands_over_envs_and_secrets(local: LocalProvider) -> None:
+def test_local_syncs_sets_up_and_passes_envs_and_secrets(local: LocalProvider) -> None:
     out = io.StringIO()
     for _ in range(100):
         out = io.StringIO()
@@ -181,7 +183,7 @@ def test_local_syncs_sets_up_and_hands_over_envs_and_secrets(local: LocalProvide
     assert not list(local.root.iterdir())
 
 
-def test_local_writes_no_secret_and_shows_none(task: Task, tmp_path: Path) -> None:
+def test_local_neither_stores_nor_shows_a_secret(task: Task, tmp_path: Path) -> None:
     secret = f"hf_{os.urandom(12).hex()}"
     task.path.write_text("run: 'sleep 60'\nsecrets: {HF_TOKEN: null}\nworkdir: work\n")
     settings = Settings.model_validate({"hf_token": secret})
@@ -201,14 +203,14 @@ def test_local_writes_no_secret_and_shows_none(task: Task, tmp_path: Path) -> No
         provider.down("art")
 
 
-def test_local_ends_the_processes_of_its_runs(local: LocalProvider) -> None:
+def test_local_down_ends_the_processes_of_its_runs(local: LocalProvider) -> None:
     pid = int((local.root / "art/runs/1/pid").read_text().split()[0])
     local.down("art")
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
 
-def test_local_runs_that_start_at_once_have_ids_of_their_own(local: LocalProvider) -> None:
+def test_local_runs_that_start_at_the_same_time_get_different_ids(local: LocalProvider) -> None:
     with ThreadPoolExecutor(8) as pool:
         runs = list(pool.map(lambda number: local.run("art", f"echo {number}", {}, {}), range(8)))
     assert sorted(int(run.id) for run in runs) == list(range(2, 10))
@@ -218,12 +220,12 @@ def test_local_runs_that_start_at_once_have_ids_of_their_own(local: LocalProvide
         assert out.getvalue() == f"{number}\n"
 
 
-def test_local_tells_the_exit_code_and_follows_to_the_end(local: LocalProvider) -> None:
+def test_local_returns_the_exit_code_and_follows_a_log_to_its_end(local: LocalProvider) -> None:
     run = local.run("art", "echo one; sleep 0.3; echo two; exit 7", {}, {})
     out = io.StringIO()
     local.logs("art", run.id, follow=True, tail=0, out=out)
     assert out.getvalue() == "one\ntwo\n"
-    assert Cluster("art", provider=local, settings=Settings()).wait(run, every=0.05) == 7
+    assert Cluster("art", provider=local, settings=Settings()).wait(run, interval=0.05) == 7
     out = io.StringIO()
     local.logs("art", run.id, follow=False, tail=1, out=out)
     assert out.getvalue() == "two\n"
@@ -237,7 +239,7 @@ def test_local_tells_the_exit_code_and_follows_to_the_end(local: LocalProvider) 
         (("sleep 900", "echo no model; exit 1"), "ended before it was healthy: `no model`"),
     ],
 )
-def test_local_names_what_failed_before_the_server_was_healthy(
+def test_local_reports_why_the_server_never_became_healthy(
     task: Task, tmp_path: Path, change: tuple[str, str], sentence: str
 ) -> None:
     task.path.write_text(TASK.replace(*change))
@@ -245,12 +247,12 @@ def test_local_names_what_failed_before_the_server_was_healthy(
     ports = Settings.model_validate({"port": free_port(), "openai_port": free_port()})
     cluster = Cluster("art", provider=provider, settings=ports)
     with pytest.raises(ProviderError, match=sentence) as error:
-        cluster.up(Task.load(task.path, ports), every=0.2, log=shown)
+        cluster.up(Task.load(task.path, ports), interval=0.2, log=shown)
     assert error.value.hint and "launcher logs 1 -c art" in error.value.hint
     provider.down("art")
 
 
-def test_local_pulls_finished_checkpoints_only(local: LocalProvider, tmp_path: Path) -> None:
+def test_local_pulls_only_finished_checkpoints(local: LocalProvider, tmp_path: Path) -> None:
     checkpoints = local.root / "art/home" / CLUSTER_STATE_DIR / "p/models/m/checkpoints"
     for name in ("0001", ".0002-half"):
         (checkpoints / name).mkdir(parents=True)
@@ -273,7 +275,7 @@ def test_local_pulls_finished_checkpoints_only(local: LocalProvider, tmp_path: P
         ("workdir: {url: 'https://example.com/x.git'}", "a `workdir` from git"),
     ],
 )
-def test_local_refuses_by_name_what_it_cannot_give(
+def test_local_names_and_refuses_what_it_does_not_support(
     task: Task, tmp_path: Path, change: str, named: str
 ) -> None:
     rest = TASK.replace("resources: {cpus: 3, memory: 2}\n", "").replace("workdir: work\n", "")

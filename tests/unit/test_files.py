@@ -1,4 +1,4 @@
-"""What of a workdir goes to a cluster."""
+"""Which files of a workdir go to a cluster."""
 
 from pathlib import Path
 
@@ -24,11 +24,11 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_gitignore_holds_and_secrets_never_go(tree: Path) -> None:
+def test_ignored_files_and_secrets_are_not_sent(tree: Path) -> None:
     assert select(tree) == [".gitignore", "a.py", "data/c.bin", "sub/inner.py"]
 
 
-def test_skyignore_takes_the_place_of_gitignore_as_with_sky_launch(tree: Path) -> None:
+def test_skyignore_replaces_gitignore_as_with_sky_launch(tree: Path) -> None:
     (tree / ".skyignore").write_text("data\n")
     assert select(tree) == [".gitignore", ".skyignore", "a.py", "b.log", "sub/inner.py"]
 
@@ -37,7 +37,7 @@ def test_skyignore_takes_the_place_of_gitignore_as_with_sky_launch(tree: Path) -
 def test_an_env_file_that_skypilot_would_send_is_refused(
     tree: Path, file: str, refused: str
 ) -> None:
-    (tree / ".gitignore").write_text(".env\n" * (file == ".skyignore"))
+    (tree / ".gitignore").write_text(".env\n" if file == ".skyignore" else "")
     (tree / file).write_text(refused)
     with pytest.raises(TaskError, match="would go to the cluster") as error:
         refuse_unignored_env_file(str(tree))
@@ -49,12 +49,12 @@ def test_an_env_file_that_skypilot_would_send_is_refused(
     refuse_unignored_env_file(str(tree))
 
 
-def test_a_workdir_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_workdir_is_named(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="There is no workdir"):
         select(tmp_path / "absent")
 
 
-def test_only_what_was_sent_from_the_same_tree_is_forgotten(tmp_path: Path) -> None:
+def test_only_files_sent_from_the_same_directory_count_as_removed(tmp_path: Path) -> None:
     record = tmp_path / "records" / "art.json"
     assert removed_since(record, tmp_path, ["a"]) == []
     record_sent(record, tmp_path, ["a", "b"])

@@ -1,4 +1,4 @@
-"""`launch-cluster.sh` from wherever it is called."""
+"""`launch-cluster.sh`, called from any directory."""
 
 import shutil
 import subprocess
@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).parents[2] / "launch-cluster.sh"
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """The script in a checkout whose `launcher` only tells where it is and what it was given."""
+    """The script in a checkout whose `launcher` prints its directory and arguments."""
     checkout = tmp_path / "checkout"
     for name, text in (("scripts/install", ""), (".venv/bin/launcher", 'pwd; printf "%s\\n" "$@"')):
         program = checkout / name
@@ -36,11 +36,14 @@ def test_files_of_the_caller_are_found_from_any_directory(script: Path, tmp_path
     for name in ("one.yaml", "prod.env", "art"):
         (mine / name).touch()
     given = ("-c", "art", "one.yaml", "--env-file", "prod.env", "--infra", "slurm/lab")
-    home, *told = call(script, mine, *given)
+    home, *arguments = call(script, mine, *given)
     assert Path(home) == script.parent
-    whole = (f"{mine}/one.yaml", "--env-file", f"{mine}/prod.env")
-    assert told == ["up", "-c", "art", *whole, "--infra", "slurm/lab"]
-    assert call(script, mine, "sky/art.yaml")[1:] == ["up", "sky/art.yaml"]  # one of ours
+    absolute = (f"{mine}/one.yaml", "--env-file", f"{mine}/prod.env")
+    assert arguments == ["up", "-c", "art", *absolute, "--infra", "slurm/lab"]
+    assert call(script, mine, "sky/art.yaml")[1:] == [
+        "up",
+        "sky/art.yaml",
+    ]  # one of ours
     assert call(script, mine, f"{mine}/one.yaml")[1:] == ["up", f"{mine}/one.yaml"]
     assert call(script, mine)[1:] == ["up"]
     assert call(script, script.parent, "sky/art.yaml")[1:] == ["up", "sky/art.yaml"]

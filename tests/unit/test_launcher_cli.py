@@ -17,9 +17,7 @@ TASK = "name: demo\nenvs: {BASE_MODEL: tiny-random}\nsecrets: {HF_TOKEN: null}\n
 Invoke = Callable[..., Result]
 
 
-def test_up_waits_for_health_and_ends_with_the_next_command(
-    invoke: Invoke, healthy_port: int
-) -> None:
+def test_up_waits_for_health_and_prints_the_next_command(invoke: Invoke, healthy_port: int) -> None:
     result = invoke("up", "task.yaml", "-c", "mine", provider=FakeProvider(port=healthy_port))
     assert result.exit_code == 0
     assert "Cluster `mine` is up and its server is healthy" in result.stderr
@@ -31,7 +29,7 @@ def test_up_twice_starts_one_server(invoke: Invoke, provider: FakeProvider) -> N
     assert len(provider.launched) == 1
 
 
-def test_up_repeated_keeps_what_exists_and_says_what_was_not_applied(
+def test_up_again_keeps_the_server_and_lists_the_options_that_were_not_applied(
     invoke: Invoke, provider: FakeProvider
 ) -> None:
     Path("other.yaml").write_text(TASK.replace("demo", "other"))
@@ -48,7 +46,7 @@ def test_up_repeated_keeps_what_exists_and_says_what_was_not_applied(
     assert "`--no-lease`" in invoke("up", "task.yaml", "--no-lease", provider=provider).stderr
 
 
-def test_a_launch_that_lost_its_launcher_is_taken_up_as_it_was(
+def test_up_resumes_a_launch_whose_launcher_was_killed(
     invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(provider, "resume", lambda name: provider.runs(name)[0])
@@ -58,17 +56,17 @@ def test_a_launch_that_lost_its_launcher_is_taken_up_as_it_was(
     assert "not applied, since the cluster exists: `--max-hours`" in result.stderr
 
 
-def test_arguments_of_sky_launch_are_named_without_their_values(
+def test_arguments_of_sky_launch_are_listed_without_their_values(
     provider: FakeProvider,
 ) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     cluster = Cluster("art", provider=provider, settings=Settings())
     task = Task.load(Path("task.yaml"), cluster.settings)
-    assert cluster.up(task, ["--infra", "slurm/lab", "--secret=A=b"], progress=told.append)
-    assert told[0].endswith("not applied, since the cluster exists: `--infra`, `--secret`")
+    assert cluster.up(task, ["--infra", "slurm/lab", "--secret=A=b"], progress=messages.append)
+    assert messages[0].endswith("not applied, since the cluster exists: `--infra`, `--secret`")
 
 
-def test_the_ports_of_a_server_are_those_that_its_task_was_given(
+def test_a_server_keeps_the_ports_that_its_task_was_launched_with(
     invoke: Invoke, healthy_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     provider, ports = FakeProvider(port=healthy_port), list[dict[int, int]]()
@@ -94,13 +92,15 @@ def test_the_ports_of_a_server_are_those_that_its_task_was_given(
     assert ports[-1] == {7999: 0, 9001: 0}
 
 
-def test_up_finishes_a_half_made_cluster(invoke: Invoke, provider: FakeProvider) -> None:
+def test_up_finishes_a_cluster_that_was_not_fully_created(
+    invoke: Invoke, provider: FakeProvider
+) -> None:
     provider.status = "init"
     assert invoke("up", "task.yaml", provider=provider).exit_code == 0
     assert len(provider.launched) == 2
 
 
-def test_env_of_the_command_line_wins_over_the_environment(
+def test_env_on_the_command_line_overrides_the_environment(
     invoke: Invoke, healthy_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BASE_MODEL", "from-environment")
@@ -127,19 +127,24 @@ def test_a_named_env_file_reaches_settings_task_and_secrets(
     assert invoke("up", "task.yaml", "--env-file", "prod.env", provider=provider).exit_code == 0
     task = provider.launched[0][1]
     assert (task.envs["BASE_MODEL"], task.envs["STEPS"]) == ("mine", "5")
-    assert task.secrets == {"OPENAI_API_KEY": "sk", "HF_TOKEN": "hf"}  # of ours the declared ones
-    Path("prod.env").rename(".env")  # which is there for every task, and so goes along with none
+    assert task.secrets == {
+        "OPENAI_API_KEY": "sk",
+        "HF_TOKEN": "hf",
+    }
+    Path("prod.env").rename(".env")  # read for settings only, because it is there for every task
     invoke("up", "task.yaml", "-c", "b", provider=provider)
     assert provider.launched[1][1].secrets == {"HF_TOKEN": "hf"}
 
 
-def test_run_on_a_missing_cluster_says_what_to_do_next(invoke: Invoke) -> None:
+def test_run_on_a_missing_cluster_prints_a_hint(invoke: Invoke) -> None:
     result = invoke("run", "-c", "nope", "true", provider=FakeProvider())
     assert result.exit_code == 1
     assert result.stderr.endswith("hint: List clusters with `launcher ls`\n")
 
 
-def test_run_prints_its_id_and_knows_the_server(invoke: Invoke, provider: FakeProvider) -> None:
+def test_run_prints_its_id_and_passes_the_servers_addresses(
+    invoke: Invoke, provider: FakeProvider
+) -> None:
     result = invoke("run", "python", "train.py", "--steps", "3", provider=provider)
     assert (result.exit_code, result.stdout) == (0, "2\n")
     started = provider.started[0]
@@ -150,7 +155,7 @@ def test_run_prints_its_id_and_knows_the_server(invoke: Invoke, provider: FakePr
     }
 
 
-def test_run_says_where_the_keys_of_langfuse_are_good(
+def test_run_passes_the_address_of_langfuse(
     invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LANGFUSE_HOST", "https://langfuse.example")
@@ -176,7 +181,7 @@ def test_run_leaves_the_options_of_the_command_alone(
     assert str(provider.started[0]["command"]).endswith(f"\n{line}")
 
 
-def test_run_wait_gives_the_exit_code_of_the_command(
+def test_run_wait_exits_with_the_code_of_the_command(
     invoke: Invoke, provider: FakeProvider
 ) -> None:
     provider.code = 3
@@ -184,7 +189,7 @@ def test_run_wait_gives_the_exit_code_of_the_command(
     assert (result.exit_code, result.stdout) == (3, "output of 2\n")
 
 
-def test_logs_of_a_run_that_is_not_there_name_it(invoke: Invoke, provider: FakeProvider) -> None:
+def test_logs_of_a_missing_run_name_it(invoke: Invoke, provider: FakeProvider) -> None:
     assert invoke("logs", provider=provider).stdout == "output of 1\n"
     result = invoke("logs", "7", provider=provider)
     assert result.exit_code == 1
@@ -202,22 +207,22 @@ def test_the_cluster_comes_from_the_flag_then_the_environment_then_the_env_file(
     invoke: Invoke, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     provider = FakeProvider()
-    Path(".env").write_text("LAUNCHER_CLUSTER=of-the-file\n")
+    Path(".env").write_text("LAUNCHER_CLUSTER=from-file\n")
     invoke("down", "--yes", provider=provider)
-    monkeypatch.setenv("LAUNCHER_CLUSTER", "of-the-environment")
+    monkeypatch.setenv("LAUNCHER_CLUSTER", "from-environment")
     invoke("down", "--yes", provider=provider)
-    invoke("down", "--yes", "-c", "of-the-flag", provider=provider)
-    assert provider.ended == ["of-the-file", "of-the-environment", "of-the-flag"]
+    invoke("down", "--yes", "-c", "from-flag", provider=provider)
+    assert provider.ended == ["from-file", "from-environment", "from-flag"]
 
 
-def test_a_bad_name_and_an_absent_env_file_are_refused(invoke: Invoke) -> None:
+def test_a_bad_name_and_a_missing_env_file_are_refused(invoke: Invoke) -> None:
     result = invoke("down", "--yes", "-c", "no/slash", provider=FakeProvider())
     assert (result.exit_code, "`cluster`" in result.stderr) == (1, True)
     result = invoke("ls", "--env-file", "absent", provider=FakeProvider())
     assert "There is no env file `absent`" in result.stderr
 
 
-def test_sync_shows_what_it_sends_and_warns_of_a_large_tree(
+def test_sync_lists_what_it_sends_and_warns_about_a_large_workdir(
     invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("big.bin").write_bytes(b"x" * 2000)
@@ -230,9 +235,9 @@ def test_sync_shows_what_it_sends_and_warns_of_a_large_tree(
     assert sent == {"files": [], "removed": ["big.bin"], "bytes": 0}
 
 
-def test_cancel_ends_a_run_once(invoke: Invoke, provider: FakeProvider) -> None:
+def test_cancel_stops_a_run_once(invoke: Invoke, provider: FakeProvider) -> None:
     assert "is cancelled" in invoke("cancel", "1", provider=provider).stderr
-    assert "was over already" in invoke("cancel", "1", provider=provider).stderr
+    assert "was already over" in invoke("cancel", "1", provider=provider).stderr
     assert "has no run `9`" in invoke("cancel", "9", provider=provider).stderr
 
 
@@ -244,12 +249,12 @@ def test_cost_is_projected_to_the_end_of_the_lease(
     )
     monkeypatch.setattr("time.time", lambda: 1000.0)
     provider.spent = Cost(1.5, 3.0, 0.5, 1000.0 + 7200)
-    told = json.loads(invoke("cost", "--json", provider=provider).stdout)
-    assert (told["so_far"], told["projected"]) == (1.5, 7.5)
-    assert invoke("cost", provider=provider).stdout.endswith("; $7.50 when its lease is over\n")
+    cost = json.loads(invoke("cost", "--json", provider=provider).stdout)
+    assert (cost["so_far"], cost["projected"]) == (1.5, 7.5)
+    assert invoke("cost", provider=provider).stdout.endswith("; $7.50 by the end of its lease\n")
 
 
-def test_logs_of_the_parts_of_a_server(invoke: Invoke, provider: FakeProvider) -> None:
+def test_logs_of_the_server_and_its_processes(invoke: Invoke, provider: FakeProvider) -> None:
     invoke("run", "true", provider=provider)
     assert invoke("logs", provider=provider).stdout == "output of 2\n"
     assert invoke("logs", "server", provider=provider).stdout == "output of 1\n"
@@ -258,7 +263,7 @@ def test_logs_of_the_parts_of_a_server(invoke: Invoke, provider: FakeProvider) -
     assert "engine.log" in invoke("logs", "vllm", provider=provider).stdout
 
 
-def test_a_bundle_blacks_secrets_out(
+def test_a_bundle_hides_secrets(
     invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "output")  # what the fake's runs write
@@ -270,12 +275,12 @@ def test_a_bundle_blacks_secrets_out(
     assert name == "art/run-1-demo-running.log"
 
 
-def test_a_bundle_blacks_out_the_secrets_that_only_the_task_declares(
+def test_a_bundle_hides_secrets_that_only_the_task_declares(
     invoke: Invoke, healthy_port: int
 ) -> None:
     Path("task.yaml").write_text("run: serve\nsecrets: {SEARCH_KEY: null, LONGER: null}\n")
-    Path("of-this.env").write_text("SEARCH_KEY=put\nLONGER=output\n")
-    given, provider = ["--env-file", "of-this.env"], FakeProvider(port=healthy_port)
+    Path("this.env").write_text("SEARCH_KEY=put\nLONGER=output\n")
+    given, provider = ["--env-file", "this.env"], FakeProvider(port=healthy_port)
     assert invoke("up", "task.yaml", *given, provider=provider).exit_code == 0
     assert invoke("logs", "--bundle", "b.tar.gz", *given, provider=provider).exit_code == 0
     with tarfile.open("b.tar.gz") as archive:
@@ -285,7 +290,7 @@ def test_a_bundle_blacks_out_the_secrets_that_only_the_task_declares(
     assert not [path for path in kept if b"output" in path.read_bytes()]
 
 
-def test_a_bundle_blacks_out_a_key_that_was_made_up(
+def test_a_bundle_hides_a_generated_key(
     invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = f"Bearer {generate_key()}, {generate_key()}\n"
@@ -296,10 +301,10 @@ def test_a_bundle_blacks_out_a_key_that_was_made_up(
         assert file is not None and file.read() == b"Bearer [secret], [secret]\n"
 
 
-def test_doctor_finds_a_misspelt_variable_and_an_open_env_file(
+def test_doctor_finds_a_misspelt_variable_and_a_readable_env_file(
     invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for program in ("rsync", "ssh"):  # a machine that only runs these tests may have neither
+    for program in ("rsync", "ssh"):  # the machine may have neither
         Path("bin").mkdir(exist_ok=True)
         Path("bin", program).write_text("#!/bin/sh\necho rsync  version 3.2.7\n")
         Path("bin", program).chmod(0o755)
@@ -309,18 +314,23 @@ def test_doctor_finds_a_misspelt_variable_and_an_open_env_file(
     result = invoke("doctor", "--json", provider=provider)
     assert result.exit_code == 1
     (bad,) = [check for check in json.loads(result.stdout) if not check["ok"]]
-    assert (bad["name"], bad["fix"]) == (".env", "Did you mean `ART_MAX_HOURS`?")
+    assert bad == {
+        "name": ".env",
+        "ok": False,
+        "told": "`.env` sets `ART_MAX_HOUR`, which nothing reads",
+        "fix": "Did you mean `ART_MAX_HOURS`?",
+    }
     Path(".env").write_text("HF_TOKEN=x\n")
     Path(".env").chmod(0o644)
     assert "Run `chmod 600 .env`" in invoke("doctor", provider=provider).stdout
     Path(".env").chmod(0o600)
     assert "the server answers" in invoke("doctor", provider=provider).stdout
     provider.status = "init"
-    told = invoke("doctor", provider=provider).stdout
-    assert "`art` is init" in told and "launcher up -c art" in told
+    output = invoke("doctor", provider=provider).stdout
+    assert "`art` is init" in output and "launcher up -c art" in output
 
 
-def test_the_lease_of_the_command_line_reaches_the_task(invoke: Invoke, healthy_port: int) -> None:
+def test_the_lease_options_reach_the_task(invoke: Invoke, healthy_port: int) -> None:
     provider = FakeProvider(port=healthy_port)
     result = invoke("up", "task.yaml", "--max-hours", "2", "--max-cost", "9", provider=provider)
     task = provider.launched[0][1]
@@ -340,7 +350,7 @@ def test_two_launches_of_one_cluster_at_once_are_refused(invoke: Invoke, healthy
     assert invoke("up", "task.yaml", provider=FakeProvider(port=healthy_port)).exit_code == 0
 
 
-def test_run_tunnel_and_bundle_tell_json(
+def test_run_tunnel_and_bundle_print_json(
     invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert json.loads(invoke("run", "--json", "true", provider=provider).stdout) == {
@@ -354,19 +364,19 @@ def test_run_tunnel_and_bundle_tell_json(
         "openai": f"{address}/v1",
         "variables": {"ART_BASE_URL": address, "OPENAI_BASE_URL": f"{address}/v1"},
     }
-    told = json.loads(invoke("logs", "--json", "--bundle", "b.tar.gz", provider=provider).stdout)
-    assert told["bundle"] == "b.tar.gz" and "art/run-1-demo-running.log" in told["files"]
+    printed = json.loads(invoke("logs", "--json", "--bundle", "b.tar.gz", provider=provider).stdout)
+    assert printed["bundle"] == "b.tar.gz" and "art/run-1-demo-running.log" in printed["files"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("run", "--json", "--wait", "true"), "leave out `--json`"),
-        (("logs", "--json"), "`--json` is for `--bundle`"),
-        (("logs", "3", "--bundle", "b.tar.gz"), "leave out `3`"),
+        (("run", "--json", "--wait", "true"), "remove `--json`"),
+        (("logs", "--json"), "`--json` works only with `--bundle`"),
+        (("logs", "3", "--bundle", "b.tar.gz"), "remove `3`"),
     ],
 )
-def test_what_cannot_stand_together_is_refused(
+def test_options_that_exclude_each_other_are_refused(
     invoke: Invoke, provider: FakeProvider, arguments: tuple[str, ...], why: str
 ) -> None:
     result = invoke(*arguments, provider=provider)

@@ -1,4 +1,4 @@
-"""`pull` and `down`: what is brought home, what is safe, and what a broken pull leaves."""
+"""`pull` and `down`: what is pulled, what is recorded as safe, and what a failed pull leaves."""
 
 import errno
 import json
@@ -16,11 +16,11 @@ from launcher.errors import RemoteError, Unreachable
 from launcher.testing import FakeProvider
 
 CHECKPOINT = "demo/models/m/checkpoints/0001"
-NOTE = "sky_workdir/.art/pulled"
+RECORD = "sky_workdir/.art/pulled"
 Invoke = Callable[..., Result]
 
 
-def test_pull_tells_what_is_new(invoke: Invoke, provider: FakeProvider) -> None:
+def test_pull_reports_which_checkpoints_are_new(invoke: Invoke, provider: FakeProvider) -> None:
     provider.checkpoints[CHECKPOINT] = b"lora"
     (first,) = json.loads(invoke("pull", "--json", provider=provider).stdout)
     assert (first["model"], first["step"], first["new"]) == ("m", 1, True)
@@ -46,12 +46,12 @@ def test_down_stops_at_a_damaged_checkpoint_and_names_the_file(
     result = invoke("down", "--yes", provider=provider)
     assert result.exit_code == 1
     assert f"`checkpoints/{CHECKPOINT}/adapter_model.safetensors` does not match" in result.stderr
-    assert "or lose what is there with `launcher down -c art --discard`" in result.stderr
+    assert "or discard them with `launcher down -c art --discard`" in result.stderr
     assert provider.ended == [] and provider.files == {}
     assert invoke("down", "--yes", "--discard", provider=provider).exit_code == 0
 
 
-def test_what_other_clusters_left_here_neither_stops_a_pull_nor_counts_as_pulled(
+def test_checkpoints_of_other_clusters_neither_stop_a_pull_nor_count_as_pulled(
     invoke: Invoke, provider: FakeProvider
 ) -> None:
     half = Path("checkpoints/other/models/m/checkpoints/0001")
@@ -63,7 +63,7 @@ def test_what_other_clusters_left_here_neither_stops_a_pull_nor_counts_as_pulled
     provider.checkpoints[CHECKPOINT] = b"lora"
     (pulled,) = json.loads(invoke("pull", "--json", provider=provider).stdout)
     assert (pulled["step"], pulled["new"]) == (1, True)
-    assert provider.files == {NOTE: "demo/m/0001\n"}
+    assert provider.files == {RECORD: "demo/m/0001\n"}
     assert invoke("down", "--yes", provider=provider).exit_code == 0
 
 
@@ -92,18 +92,20 @@ def test_down_pulls_first_and_is_safe_to_repeat(invoke: Invoke, provider: FakePr
     assert provider.ended == ["art", "art"]
 
 
-def test_down_asks_once(invoke: Invoke, provider: FakeProvider) -> None:
+def test_down_asks_for_confirmation(invoke: Invoke, provider: FakeProvider) -> None:
     assert invoke("down", provider=provider).exit_code == 1  # stdin is empty: not confirmed
     assert provider.ended == []
 
 
-def test_down_says_what_it_cost(invoke: Invoke, provider: FakeProvider) -> None:
+def test_down_shows_the_cost(invoke: Invoke, provider: FakeProvider) -> None:
     assert "is gone; it cost $1.50" in invoke("down", "--yes", provider=provider).stderr
-    told = json.loads(invoke("down", "--yes", "--json", provider=provider).stdout)
-    assert told == {"pulled": [], "cost": None}
+    printed = json.loads(invoke("down", "--yes", "--json", provider=provider).stdout)
+    assert printed == {"pulled": [], "cost": None}
 
 
-def test_down_of_a_half_made_cluster_pulls_nothing(invoke: Invoke, provider: FakeProvider) -> None:
+def test_down_pulls_nothing_from_a_cluster_that_was_never_up(
+    invoke: Invoke, provider: FakeProvider
+) -> None:
     provider.status = "init"
     provider.breaks = [AssertionError("nothing to fetch from")]
     assert invoke("down", "--yes", provider=provider).exit_code == 0
@@ -118,13 +120,13 @@ def test_down_keeps_a_cluster_whose_checkpoints_it_cannot_reach(
     provider.breaks = [RemoteError("The transfer broke off", hint="Run it again")]
     result = invoke("down", "--yes", provider=provider)
     assert (result.exit_code, provider.ended) == (1, [])
-    assert "hint: Run it again; or lose what is there with `launcher down -c art --discard`" in (
+    assert "hint: Run it again; or discard them with `launcher down -c art --discard`" in (
         result.stderr
     )
     assert invoke("down", "--yes", provider=provider).exit_code == 0
 
 
-def test_a_full_disk_is_one_sentence_and_the_next_pull_mends_it(
+def test_a_full_disk_is_reported_and_the_next_pull_succeeds(
     invoke: Invoke, provider: FakeProvider
 ) -> None:
     provider.checkpoints[CHECKPOINT] = b"lora"
@@ -132,27 +134,27 @@ def test_a_full_disk_is_one_sentence_and_the_next_pull_mends_it(
     result = invoke("pull", provider=provider)
     assert result.exit_code == 1
     assert "error: `checkpoints` cannot be written: No space left on device" in result.stderr
-    assert "hint: Make room there" in result.stderr
+    assert "hint: Free some space" in result.stderr
     assert "1 new of 1 checkpoints" in invoke("pull", provider=provider).stderr
 
 
-def test_a_pull_notes_on_the_cluster_what_is_safe(invoke: Invoke, provider: FakeProvider) -> None:
+def test_a_pull_records_on_the_cluster_what_is_safe(invoke: Invoke, provider: FakeProvider) -> None:
     provider.checkpoints[CHECKPOINT] = b"lora"
     invoke("pull", provider=provider)
-    assert provider.files == {NOTE: "demo/m/0001\n"}
+    assert provider.files == {RECORD: "demo/m/0001\n"}
 
 
-def test_a_pull_notes_what_one_that_was_interrupted_brought(
+def test_a_pull_records_what_an_interrupted_pull_fetched(
     invoke: Invoke, provider: FakeProvider
 ) -> None:
     provider.checkpoints[CHECKPOINT] = b"lora"
     invoke("pull", provider=provider)
-    provider.files.clear()  # as if it had ended between the transfer and the note
+    provider.files.clear()  # as if it had stopped between the transfer and the record
     assert "0 new of 1 checkpoints" in invoke("pull", provider=provider).stderr
-    assert provider.files == {NOTE: "demo/m/0001\n"}
+    assert provider.files == {RECORD: "demo/m/0001\n"}
 
 
-def test_what_the_server_deletes_during_a_pull_is_not_missed(
+def test_a_checkpoint_that_the_server_deletes_during_a_pull_is_no_error(
     invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     provider.checkpoints = {CHECKPOINT: b"old", CHECKPOINT.replace("0001", "0002"): b"lora"}
@@ -163,7 +165,7 @@ def test_what_the_server_deletes_during_a_pull_is_not_missed(
 
     monkeypatch.setattr(provider, "fetch", fetch)
     assert "1 new of 1 checkpoints" in invoke("pull", provider=provider).stderr
-    assert provider.files == {NOTE: "demo/m/0002\n"}
+    assert provider.files == {RECORD: "demo/m/0002\n"}
 
 
 def test_watch_pulls_until_the_newest_run_is_over(invoke: Invoke, provider: FakeProvider) -> None:
@@ -174,7 +176,7 @@ def test_watch_pulls_until_the_newest_run_is_over(invoke: Invoke, provider: Fake
     assert "1 new of 1 checkpoints" in result.stderr
 
 
-def test_a_watch_that_began_well_goes_on_after_what_fails() -> None:
+def test_a_watch_retries_failures_after_its_first_pull() -> None:
     found = [PulledCheckpoint("demo", "m", 1, Path("0001"), 4, new=True)]
     script: list[Any] = [found, Unreachable("ssh broke off"), RemoteError("rsync failed"), found]
 
@@ -189,7 +191,7 @@ def test_a_watch_that_began_well_goes_on_after_what_fails() -> None:
         list(checkpoints.watch(lambda: False, pull, 0))
 
 
-def test_down_brings_home_what_was_finished_while_it_pulled(
+def test_down_pulls_checkpoints_that_were_finished_during_its_pull(
     invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     provider.checkpoints[CHECKPOINT] = b"lora"
@@ -197,7 +199,7 @@ def test_down_brings_home_what_was_finished_while_it_pulled(
 
     def fetch(*arguments: Any, **options: Any) -> None:
         FakeProvider.fetch(provider, *arguments, **options)
-        if Path("checkpoints", CHECKPOINT).is_dir():  # not before the pull has begun
+        if Path("checkpoints", CHECKPOINT).is_dir():  # only once the pull has begun
             provider.checkpoints[second] = b"later"
 
     monkeypatch.setattr(provider, "fetch", fetch)
@@ -206,19 +208,19 @@ def test_down_brings_home_what_was_finished_while_it_pulled(
     assert Path("checkpoints", second, "adapter_model.safetensors").read_bytes() == b"later"
 
 
-def test_a_long_pull_writes_its_note_again_so_that_the_server_stays(
+def test_a_long_pull_rewrites_its_record_so_that_the_server_does_not_go_idle(
     invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     provider.checkpoints[CHECKPOINT] = b"lora"
     invoke("pull", provider=provider)
     kept = dict(provider.files)
     written: list[dict[str, str]] = []
-    monkeypatch.setattr(checkpoints, "TOUCH", 0.0)
+    monkeypatch.setattr(checkpoints, "TOUCH_INTERVAL", 0.0)
 
-    class Noting(dict[str, str]):
+    class Recorder(dict[str, str]):
         def update(self, new: Any) -> None:  # type: ignore[override]
             written.append(new)
 
-    provider.files = Noting(kept)
+    provider.files = Recorder(kept)
     assert "0 new of 1 checkpoints" in invoke("pull", provider=provider).stderr
     assert written == [kept] and provider.files == kept

@@ -147,7 +147,7 @@ def test_a_managed_run_is_cancelled_once(sky: FakeSky, invoke: Any) -> None:
     sky.managed.add(FakeJob("art", FakeStatus.RECOVERING))
     assert "is cancelled" in invoke("cancel", "--managed", "1").stderr
     assert sky.managed == {1: FakeJob("art", FakeStatus.CANCELLED)}
-    assert "was over already" in invoke("cancel", "--managed", "1").stderr
+    assert "was already over" in invoke("cancel", "--managed", "1").stderr
 
 
 @pytest.mark.parametrize(
@@ -165,4 +165,4 @@ def test_a_managed_run_that_is_not_there_is_named(
 def test_a_managed_run_is_of_no_cluster_of_ours(invoke: Any, option: str) -> None:
     for verb, *rest in (["ls"], ["logs"], ["cancel", "1"], ["run", "true"]):
         told = invoke(verb, "--managed", option, *rest)
-        assert told.exit_code == 2 and "leave out `-c` and `--local`" in told.stderr
+        assert told.exit_code == 2 and "remove `-c` and `--local`" in told.stderr

@@ -18,12 +18,12 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "sky").glob("*.yaml")), ids=lambda path: path.name)
-def test_every_task_of_ours_can_be_used(path: Path) -> None:
+def test_every_task_in_sky_can_be_loaded(path: Path) -> None:
     task = Task.load(path, Settings())
     assert task.config["resources"]["autostop"]["down"] is True
     assert task.envs["ART_PORT"] == "7999"
     assert "${WANDB_API_KEY:+wandb}" in task.config["setup"]
-    # The machines of a cluster know each other by a key that need not be given.
+    # The machines of a cluster authenticate with a key that the user need not set.
     assert set(task.secrets) == ({"ART_API_KEY"} if "num_nodes" in task.config else set())
 
 
@@ -31,7 +31,7 @@ def test_sky_holds_no_python_that_would_shadow_skypilot() -> None:
     assert not list((ROOT / "sky").rglob("*.py"))
 
 
-def test_a_wrong_key_is_named_with_its_line_and_the_right_one(write: Path) -> None:
+def test_a_wrong_key_is_reported_with_its_line_and_the_closest_key(write: Path) -> None:
     write.write_text("name: x\nsetpu: echo\nrun: echo\nnum_nodes: two\n")
     with pytest.raises(TaskError) as error:
         Task.load(write, Settings())
@@ -42,15 +42,15 @@ def test_a_wrong_key_is_named_with_its_line_and_the_right_one(write: Path) -> No
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
-        ("resources: {ordered: {accelerators: H100}}", "line 2: `ordered` has to be a list of"),
-        ("resources: {any_of: ['H100:1']}", "line 2: `any_of` has to be a list of resources"),
-        ("secrets: [{A: b}]", "line 2: `secrets` has to be `NAME: null` lines"),
-        ("secrets: {1: null}", "line 2: `secrets` has to be `NAME: null` lines"),
-        ("experimental: {config_overrides: {}}", "SkyPilot knows it as `config` now"),
+        ("resources: {ordered: {accelerators: H100}}", "line 2: `ordered` must be a list of"),
+        ("resources: {any_of: ['H100:1']}", "line 2: `any_of` must be a list of resources"),
+        ("secrets: [{A: b}]", "line 2: `secrets` must be `NAME: null` lines"),
+        ("secrets: {1: null}", "line 2: `secrets` must be `NAME: null` lines"),
+        ("experimental: {config_overrides: {}}", "SkyPilot has renamed it to `config`"),
         ("service: {replicas: 2}", "`sky launch` would ignore it"),
     ],
 )
-def test_a_typo_is_one_sentence_and_a_hint(write: Path, line: str, fault: str) -> None:
+def test_a_wrong_value_gives_one_sentence_and_a_hint(write: Path, line: str, fault: str) -> None:
     write.write_text(f"run: echo\n{line}\n")
     with pytest.raises(TaskError) as error:
         Task.load(write, Settings())
@@ -63,14 +63,14 @@ def test_numbers_of_envs_become_text(write: Path) -> None:
     assert (envs["STEPS"], float(envs["RATE"])) == ("3", 1e-6)
 
 
-def test_settings_win_over_the_envs_of_the_task(write: Path) -> None:
+def test_settings_override_the_envs_of_the_task(write: Path) -> None:
     write.write_text("run: echo\nenvs: {BASE_MODEL: mine, ART_MAX_HOURS: 8}\n")
     assert Task.load(write, Settings()).envs["BASE_MODEL"] == "mine"
     envs = Task.load(write, Settings(base_model="yours", max_hours=0.5)).envs
     assert (envs["BASE_MODEL"], envs["ART_MAX_HOURS"]) == ("yours", "0.5")
 
 
-def test_ports_are_of_the_flag_the_settings_the_task_or_the_default(write: Path) -> None:
+def test_ports_come_from_the_flag_then_the_settings_the_task_and_the_default(write: Path) -> None:
     write.write_text("run: echo\nenvs: {ART_PORT: 9000}\n")
     assert Task.load(write, Settings()).ports == (9000, 8000)
     assert Task.load(write, Settings(port=7999)).ports == (7999, 8000)
@@ -86,14 +86,14 @@ def test_ports_are_of_the_flag_the_settings_the_task_or_the_default(write: Path)
         ("ART_PORT: http", "Give a port from 1 to 65535"),
     ],
 )
-def test_a_number_that_is_none_is_named(write: Path, env: str, hint: str) -> None:
+def test_an_env_that_must_be_a_number_is_checked(write: Path, env: str, hint: str) -> None:
     write.write_text(f"run: echo\nenvs: {{{env}}}\n")
     with pytest.raises(TaskError, match=f"as `{env.partition(':')[0]}`") as error:
         Task.load(write, Settings())
     assert error.value.hint == hint
 
 
-def test_only_declared_secrets_travel_and_none_is_shown(
+def test_only_declared_secrets_are_sent_and_none_is_shown(
     write: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (write.parent / ".env").write_text("HF_TOKEN=hf_x\nWANDB_API_KEY=w_x\nMINE=m_x\n")
@@ -103,7 +103,7 @@ def test_only_declared_secrets_travel_and_none_is_shown(
     assert "hf_x" not in f"{task} {task.config} {read()}"
 
 
-def test_a_secret_of_the_users_own_must_have_a_value(write: Path) -> None:
+def test_a_secret_that_is_not_one_of_the_kits_must_have_a_value(write: Path) -> None:
     write.write_text("run: echo\nsecrets: {MINE: null}\n")
     with pytest.raises(TaskError, match="needs the secret `MINE`"):
         Task.load(write, Settings())
@@ -129,7 +129,7 @@ def test_the_example_env_file_and_the_code_name_the_same_variables() -> None:
     assert named == {*variables(Settings).values(), *variables(ServerConfig).values()}
 
 
-def test_the_names_that_others_rely_on_are_exported() -> None:
+def test_the_public_names_of_launcher_are_fixed() -> None:
     import launcher
 
     assert launcher.__all__ == ["Cluster", "LocalProvider", "Run", "Task"]
