@@ -44,7 +44,7 @@ def test_the_program_is_a_python_an_environment_or_a_vllm(tmp_path: Path) -> Non
     assert choose.vllm_program(python) == [python, *module]
     assert choose.vllm_program(str(tmp_path)) == [python, *module]
     assert choose.vllm_program(f"{tmp_path}/bin/vllm") == [f"{tmp_path}/bin/vllm", "serve"]
-    with pytest.raises(NotInstalled, match="`ART_VLLM` names"):
+    with pytest.raises(NotInstalled, match="`ART_VLLM` is"):
         choose.vllm_program(f"{tmp_path}/nope")
 
 
@@ -65,7 +65,7 @@ def test_fp8_is_for_vllm_on_a_card_and_reaches_learner_and_engine_alike(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = ServerConfig(engine="vllm", quantization="fp8", vllm=sys.executable)
-    with pytest.raises(ConfigError, match="needs vLLM on a CUDA card"):
+    with pytest.raises(ConfigError, match="needs vLLM on a CUDA GPU"):
         choose.create_engine(config, tmp_path, tmp_path)
     monkeypatch.setattr(choose, "has_cuda", lambda: True)
     engine = choose.create_engine(config, resolve("tiny-random"), tmp_path)
@@ -80,7 +80,7 @@ def test_fp8_is_for_vllm_on_a_card_and_reaches_learner_and_engine_alike(
     learner = LearnerProcess("base", log=tmp_path / "log", config=config)
     assert learner._worker._command[-2:] == ["--quantization", "fp8"]
     for change, match in (
-        ({"engine": "embedded"}, "needs vLLM on a CUDA card"),
+        ({"engine": "embedded"}, "needs vLLM on a CUDA GPU"),
         ({"engine_args": {"quantization": "awq"}}, "are both set"),
     ):
         with pytest.raises(ConfigError, match=match):

@@ -46,7 +46,7 @@ def model(directory: Path, heads: tuple[int, int]) -> Path:
 def test_engine_and_learner_have_gpus_of_their_own(
     tmp_path: Path, cards: int, heads: tuple[int, int], engine: str | None, learner: str | None
 ) -> None:
-    config = assign_gpus(ServerConfig(), model(tmp_path, heads), {}, several=True)
+    config = assign_gpus(ServerConfig(), model(tmp_path, heads), {}, multi_gpu_engine=True)
     assert (config.engine_devices, config.learner_devices) == (engine, learner)
     assert gpus_are_shared(config) == (cards < 2)
 
@@ -77,7 +77,7 @@ def test_what_was_chosen_stands_and_leaves_the_rest_to_the_other(
     learner: str | None,
 ) -> None:
     config = ServerConfig.model_validate(given)
-    config = assign_gpus(config, model(tmp_path, QWEN), arguments, several=True)
+    config = assign_gpus(config, model(tmp_path, QWEN), arguments, multi_gpu_engine=True)
     assert (config.engine_devices, config.learner_devices) == (engine, learner)
 
 
@@ -147,7 +147,7 @@ def test_gpus_of_its_own_are_split_over_and_filled(
 def test_vllm_is_divided_over_as_many_as_it_was_given(
     tmp_path: Path, cards: int, arguments: dict[str, int]
 ) -> None:
-    config = assign_gpus(ServerConfig(), model(tmp_path, QWEN), arguments, several=True)
+    config = assign_gpus(ServerConfig(), model(tmp_path, QWEN), arguments, multi_gpu_engine=True)
     assert config.engine_devices
     in_effect = {**spread(arguments, config.engine_devices), **arguments}
     assert gpus_required(in_effect) == len(config.engine_devices.split(","))
@@ -155,6 +155,6 @@ def test_vllm_is_divided_over_as_many_as_it_was_given(
 
 def test_more_gpus_than_the_engine_has_are_refused() -> None:
     check({"tensor_parallel_size": 2}, "0,1")
-    with pytest.raises(Unsupported, match="over 4 GPUs, and the engine has `0,1`") as caught:
+    with pytest.raises(Unsupported, match="over 4 GPUs, but the engine has `0,1`") as caught:
         check({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "0,1")
     assert "--engine-devices" in caught.value.hint

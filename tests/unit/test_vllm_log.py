@@ -58,5 +58,5 @@ def test_without_any_error_the_last_line_is_told() -> None:
     assert cause(
         ["INFO:     Started", "process group: the program ended with code -9", ""]
     ).endswith("-9")
-    assert cause([]) == "it said nothing"
+    assert cause([]) == "its log is empty"
     assert hint("who knows") is None

@@ -1,6 +1,6 @@
-"""Which engine samples: vLLM where there is a CUDA card and vLLM, else the embedded one.
+"""Choose and build the engine: vLLM if a CUDA GPU and vLLM are found, else the embedded one.
 
-Looks for both without importing either, since the server holds no torch.
+Checks for both without importing torch or vLLM, because the server imports neither.
 """
 
 import importlib.util
@@ -20,14 +20,14 @@ from trainer.engines.vllm import VllmEngine
 
 
 def with_gpus_assigned(
-    config: ServerConfig, directory: Path, asked: Json, *, trains: bool = True
+    config: ServerConfig, directory: Path, client_args: Json, *, trains: bool = True
 ) -> ServerConfig:
-    """`config` with the GPUs of engine and learner; `asked` are a client's `engine_args`."""
+    """Return `config` with GPUs for engine and learner; `client_args` are a client's."""
     return assign_gpus(
         config,
         directory,
-        {**vllm_arguments(config), **asked},
-        several=engine_kind(config) == "vllm",
+        {**vllm_arguments(config), **client_args},
+        multi_gpu_engine=engine_kind(config) == "vllm",
         trains=trains,
     )
 
@@ -37,8 +37,8 @@ def create_engine(
 ) -> Engine:
     """Build the engine that `config` selects, without starting it.
 
-    A client's `engine_args` go to its `configure`, before or after the start. `trains` says
-    whether a learner runs on this machine too.
+    Pass a client's `engine_args` to its `configure`, before or after `start`. `trains` is whether
+    this machine also runs a learner.
     """
     log = logs / "engine.log"
     _check_quantization(config)
@@ -46,7 +46,7 @@ def create_engine(
         if config.engine_args:
             names = ", ".join(f"`{name}`" for name in config.engine_args)
             raise ConfigError(
-                f"`engine_args` sets {names}, and this server samples with the embedded engine",
+                f"`engine_args` sets {names}, but this server uses the embedded engine",
                 hint="Remove them, or use `--engine vllm`",
             )
         return EmbeddedEngine(directory, log=log, devices=config.engine_devices)
@@ -63,7 +63,7 @@ def create_engine(
 
 
 def vllm_arguments(config: ServerConfig) -> Json:
-    """What this server's vLLM is started with, and that of every machine that joins it."""
+    """Return the vLLM settings of this server and of every machine that joins it."""
     return {**vllm_args.quantization(config.quantization), **config.engine_args}
 
 
@@ -72,30 +72,34 @@ def _check_quantization(config: ServerConfig) -> None:
         return
     if engine_kind(config) == "embedded" or not has_cuda():
         raise ConfigError(
-            f"`quantization` is `{config.quantization}`, which needs vLLM on a CUDA card",
-            hint="Leave it out, or use `--engine vllm` on a GPU machine",
+            f"`quantization` is `{config.quantization}`, which needs vLLM on a CUDA GPU",
+            hint="Remove it, or use `--engine vllm` on a GPU machine",
         )
     if "quantization" in config.engine_args:
         raise ConfigError(
             "`quantization` and `engine_args.quantization` are both set",
-            hint="Leave the second out: the first one sets engine and learner alike",
+            hint="Remove the second: the first applies to both engine and learner",
         )
 
 
 def engine_kind(config: ServerConfig) -> Literal["vllm", "embedded"]:
+    """Return the engine that `config` selects, with `auto` resolved."""
     if config.engine != "auto":
         return config.engine
     return "vllm" if has_cuda() and (config.vllm or _is_installed("vllm")) else "embedded"
 
 
 def vllm_program(given: str | None) -> list[str]:
-    """The command before vLLM's arguments; `given` is a Python, an environment or a `vllm`."""
+    """Return the command that starts vLLM, without vLLM's arguments.
+
+    `given` is the path of a Python, an environment or a `vllm` program; None means this Python.
+    """
     if given is None:
         if not _is_installed("vllm"):
             raise NotInstalled(
-                "The vLLM engine needs `vllm`, not installed here",
-                hint="On a GPU machine `scripts/install --only cluster`, or name the Python "
-                "of an environment that has it in `ART_VLLM`, or use `--engine embedded`",
+                "The vLLM engine needs `vllm`, which is not installed",
+                hint="On a GPU machine run `scripts/install --only cluster`, set `ART_VLLM` to the "
+                "Python of an environment that has it, or use `--engine embedded`",
             )
         return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
     path = Path(given).expanduser()
@@ -103,10 +107,10 @@ def vllm_program(given: str | None) -> list[str]:
         path = path / "bin" / "python"
     if not os.access(path, os.X_OK):
         raise NotInstalled(
-            f"`ART_VLLM` names `{given}`, and there is no program `{path}`",
-            hint="Name the Python of an environment with vLLM, or its `vllm`",
+            f"`ART_VLLM` is `{given}`, but there is no program `{path}`",
+            hint="Set it to the Python of an environment with vLLM, or to its `vllm`",
         )
-    # Not resolved: a virtual environment's Python is a link, and the link is what makes it one.
+    # Do not resolve the link: Python finds its virtual environment by the link's path.
     path = path.absolute()
     if path.name.startswith("python"):
         return [str(path), "-m", "vllm.entrypoints.cli.main", "serve"]

@@ -1,10 +1,10 @@
-"""The policy laid out for sampling: next-token logits from a KV cache, with nothing to spare.
+"""The policy arranged for sampling: next-token logits from a KV cache.
 
-The policy's own forward pass serves training. Here nothing needs a gradient, rows are few and
-weights are many, so products that share an input are one product, and on a CPU its weight is laid
-out once as oneDNN wants it: that halves the time of a decode step of sixteen rows.
+The policy's own forward pass is for training. Sampling needs no gradients and has few rows for
+many weights. So linear layers with the same input are merged into one product, and on a CPU its
+weight is reordered once into oneDNN's layout, which halves the time of a decode step of 16 rows.
 
-B rows, T tokens of a prompt, S slots of the cache, H query heads, K key heads, E head size.
+B rows, T prompt tokens, S cache slots, H query heads, K key heads, E head size.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,14 +22,14 @@ from trainer.policy.lora import LINEARS, peft_name
 from trainer.policy.model import Policy
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Of a layer's number, queries [N, H, E], keys and values [N, K, E]: mixed values [N, H * E]."""
+"""(layer, queries [N, H, E], keys [N, K, E], values [N, K, E]) -> mixed values [N, H * E]."""
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far, for up to `rows` sequences of `length` tokens.
+    """Keys and values of the tokens so far, for up to `rows` sequences of `length` tokens.
 
-    A token's slot is its position, so rows may be at different lengths, join and leave at any
-    time; a row is reused by simply starting again at position 0.
+    A token's slot is its position. So rows can have different lengths and join or leave at any
+    time, and a row is reused by starting again at position 0.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class KVCache:
         self.token_bytes = 2 * sum(keys[0, 0].nbytes for keys in self.keys)
 
     def write(self, layer: int, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Keys and values [N, K, E] to `slots` [N], counted through all rows."""
+        """Write keys and values [N, K, E] to `slots` [N], which count through all rows."""
         for store, new in ((self.keys[layer], keys), (self.values[layer], values)):
             store.flatten(0, 1)[slots] = new
 
     def copy_row(self, source: int, targets: list[int], length: int) -> None:
-        """Copy the first `length` tokens of a row: to close a gap, or to share a prompt."""
+        """Copy the first `length` tokens of a row, to close a gap or to share a prompt."""
         for tensor in (*self.keys, *self.values) if targets else ():
             tensor[targets, :length] = tensor[source, :length]
 
     def resize(self, rows: int, length: int) -> None:
-        """Keep what fits the new shape; a layer at a time, as two whole caches may not fit."""
+        """Change the shape and keep what fits, layer by layer: two whole caches may not fit."""
         kept = (slice(min(rows, self.rows)), slice(min(length, self.length)))
         for tensors in (self.keys, self.values):
             for layer, old in enumerate(tensors):
@@ -69,22 +69,22 @@ class KVCache:
                 tensors[layer][kept] = old[kept]
         self.rows, self.length = rows, length
         if self.keys[0].is_cuda:
-            torch.cuda.empty_cache()  # what is larger than before never reuses what was given up
+            torch.cuda.empty_cache()  # a larger tensor never reuses the freed memory
 
 
 class Product:
-    """Linear layers of one input as one product, each with its LoRA if it has one."""
+    """Linear layers with the same input merged into one product, with their LoRAs."""
 
     def __init__(self, weights: Mapping[str, Tensor], biases: Sequence[Tensor] = ()) -> None:
-        """`weights` [O, I] by PEFT's names of their layers."""
+        """`weights` maps PEFT's layer names to weights [O, I]."""
         self._outputs = {name: len(weight) for name, weight in weights.items()}
         weight = torch.cat([weight.detach() for weight in weights.values()])
         self._bias = torch.cat([bias.detach() for bias in biases]) if biases else None
         self._dtype, self._device = weight.dtype, weight.device
         self._packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
-        self._a: Tensor | None = None  # [N * R, I] of the N layers that have a LoRA
-        self._b = weight  # [N * R, O]: each layer's B' in its own columns
+        self._a: Tensor | None = None  # [N * R, I] for the N layers that have a LoRA
+        self._b = weight  # [N * R, O]: each layer's transposed B in the layer's columns
         self._scale = 1.0
 
     def use_lora(self, lora: LoraConfig | None, tensors: Mapping[str, Tensor]) -> None:
@@ -118,7 +118,7 @@ class Product:
 
 
 class DecoderLayer:
-    """One layer of the policy; it takes and gives rows of hidden states [N, D]."""
+    """One layer of the policy, from hidden states [N, D] to hidden states [N, D]."""
 
     def __init__(self, layer: nn.Module, index: int, architecture: Architecture) -> None:
         def linear(name: str) -> Any:
@@ -161,7 +161,7 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Next-token logits of a policy, which it copies: the policy may go."""
+    """Next-token logits of a policy. It copies the weights, so the policy can be freed."""
 
     def __init__(self, policy: Policy) -> None:
         self.architecture = policy.architecture
@@ -175,7 +175,7 @@ class Decoder:
         ]
 
     def use_lora(self, lora: LoraConfig | None, tensors: Mapping[str, Tensor]) -> None:
-        """Sample with this LoRA (PEFT's names), of any rank and targets; with None as the base."""
+        """Sample with this LoRA (PEFT's names, any rank and targets); None is the base model."""
         for layer in self._layers:
             for product in layer.products:
                 product.use_lora(lora, tensors)
@@ -186,9 +186,9 @@ class Decoder:
 
     @torch.inference_mode()
     def prefill(self, prompts: list[list[int]], rows: list[int], cache: KVCache) -> Tensor:
-        """Logits [B, V] after each prompt, which is written to its row of the cache."""
+        """Write each prompt to its row of the cache; return the logits [B, V] after each one."""
         batch, length = len(prompts), max(map(len, prompts))
-        # Padding comes last: no token of a prompt sees it, and decoding writes over it.
+        # Padding comes last: no prompt token attends to it, and decoding overwrites it.
         padded = torch.tensor([prompt + [0] * (length - len(prompt)) for prompt in prompts])
         positions = torch.arange(length).repeat(batch)
         slots = (torch.tensor(rows)[:, None] * cache.length + torch.arange(length)).flatten()
@@ -211,7 +211,7 @@ class Decoder:
 
     @torch.inference_mode()
     def decode(self, tokens: list[int], positions: list[int], cache: KVCache) -> Tensor:
-        """Logits [B, V] after one more token in each of the cache's first B rows."""
+        """Return logits [B, V] after one more token in each of the cache's first B rows."""
         batch, seen = len(tokens), max(positions) + 1
         a, device = self.architecture, self._embeddings.device
         at = torch.tensor(positions)
@@ -220,7 +220,7 @@ class Decoder:
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
             cache.write(layer, slots, keys, values)
-            # The queries of a key head stand in for a sequence, so that no key is repeated.
+            # Treat the queries of a key head as a sequence, so that no key has to be repeated.
             q = queries.reshape(batch, a.kv_heads, -1, a.head_dim)
             k, v = (
                 store[layer][:batch, :seen].transpose(1, 2) for store in (cache.keys, cache.values)

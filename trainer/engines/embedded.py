@@ -1,4 +1,4 @@
-"""The embedded engine: samples with our own model in a worker process, no extra dependency."""
+"""The embedded engine: our own decoder in a worker process, without extra dependencies."""
 
 import dataclasses
 from collections import Counter
@@ -13,7 +13,7 @@ KEPT = 8  # LoRAs in memory; a long run makes hundreds
 
 
 class EmbeddedEngine:
-    """Handle of `trainer.engines.embedded_worker`."""
+    """The server's handle on `trainer.engines.embedded_worker`."""
 
     name = "embedded"
 
@@ -26,9 +26,9 @@ class EmbeddedEngine:
             environment=gpu_environment(devices),
         )
         self._paths: dict[str, Path] = {}
-        """Every LoRA that may be asked for."""
+        """Every LoRA that a request may name."""
         self._loaded: dict[str, None] = {}
-        """Those that the worker holds, the one used longest ago first."""
+        """LoRAs in the worker's memory, least recently used first."""
         self._in_use = Counter[str]()
 
     @property
@@ -45,14 +45,14 @@ class EmbeddedEngine:
         await self._worker.stop()
 
     async def configure(self, arguments: Mapping[str, Any]) -> None:
-        """Do nothing: `server.client_settings` refuses every argument."""
+        """Do nothing: `server.client_settings` rejects every argument for this engine."""
 
     async def make_room(self) -> bool:
         return False
 
     async def load(self, lora: str, path: Path) -> None:
         self._paths[lora] = path
-        await self._hold(lora)
+        await self._ensure_loaded(lora)
 
     async def unload(self, lora: str) -> None:
         self._paths.pop(lora, None)
@@ -63,17 +63,17 @@ class EmbeddedEngine:
         lora = request.lora or ""
         self._in_use[lora] += 1
         try:
-            await self._hold(lora)
+            await self._ensure_loaded(lora)
             async for row in self._worker.stream("sample", **dataclasses.asdict(request)):
                 yield Delta(**row)
         finally:
             self._in_use[lora] -= 1
 
-    async def _hold(self, lora: str) -> None:
-        """Have the worker hold a LoRA, and of many no longer those used longest ago."""
+    async def _ensure_loaded(self, lora: str) -> None:
+        """Load a LoRA into the worker, and unload the least recently used ones past `KEPT`."""
         await self._revive()
         if lora not in self._paths:
-            return  # the base model, or one of which the worker says that it is not there
+            return  # the base model, or an unknown LoRA, which the worker reports
         if lora not in self._loaded:
             await self._worker.call("load", lora=lora, path=str(self._paths[lora]))
         self._loaded.pop(lora, None)

@@ -1,4 +1,4 @@
-"""What samples tokens, as the gateway sees it: tokens in, tokens out, one protocol for all."""
+"""The `Engine` protocol: token ids in, token ids out, the same for every engine."""
 
 import itertools
 import logging
@@ -15,27 +15,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """One prompt to be continued, with everything the engine needs to do so."""
+    """One prompt to continue, and how to sample from it."""
 
     prompt_ids: list[int]
     lora: str | None = None
     """Name of a loaded LoRA, or None for the base model."""
     n: int = 1
     max_tokens: int | None = None
-    """None: as many as fit."""
+    """None means as many as fit the context."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """Keep so many of the likeliest tokens; 0 keeps all."""
+    """Sample only from this many of the likeliest tokens; 0 means from all."""
     stop: tuple[str, ...] = ()
     seed: int | None = None
     stream: bool = False
-    """Deltas token by token; else one a choice, at its end."""
+    """Yield a delta for each token; otherwise one per choice, when it finishes."""
 
 
 @dataclass
 class Delta:
-    """What one choice gained since its last delta."""
+    """Tokens and text added to one choice since its previous delta."""
 
     index: int
     token_ids: list[int] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Delta:
 
 
 class Engine(Protocol):
-    """A sampler in a process of its own."""
+    """Samples tokens in a separate process."""
 
     name: str
 
@@ -63,18 +63,18 @@ class Engine(Protocol):
     async def stop(self) -> None: ...
 
     async def configure(self, arguments: Mapping[str, Any]) -> None:
-        """Take the `engine_args` of one more client; what differs from another's is a Conflict."""
+        """Add a client's `engine_args`. Raises Conflict if another client set another value."""
 
     async def make_room(self) -> bool:
-        """Leave the GPU it shares to the learner until its next use; False where it cannot."""
+        """Free the GPU memory for the learner until the next request; False if it cannot."""
 
     async def load(self, lora: str, path: Path) -> None:
-        """Make the LoRA in `path` available; a name that is loaded already stays as it is."""
+        """Make the LoRA in `path` available; does nothing if the name is already loaded."""
 
     async def unload(self, lora: str) -> None: ...
 
     def sample(self, request: SampleRequest) -> AsyncIterator[Delta]:
-        """Yield deltas until every choice has finished."""
+        """Yield deltas until all choices have finished."""
 
 
 Attempt = Callable[[], AbstractAsyncContextManager[AsyncIterator[Delta]]]

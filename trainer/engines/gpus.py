@@ -1,4 +1,4 @@
-"""Which GPUs sample and which train. Found without torch, which the server does not hold."""
+"""Assignment of GPUs to the engine and the learner. Works without torch, like the server."""
 
 import itertools
 import logging
@@ -15,18 +15,18 @@ logger = logging.getLogger(__name__)
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that a process started from here would see, as CUDA_VISIBLE_DEVICES names them."""
+    """Return the GPUs that a child process would see, as CUDA_VISIBLE_DEVICES names them."""
     found = list(Path("/dev").glob("nvidia[0-9]*"))
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is None or not found:
+    variable = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if variable is None or not found:
         return [str(number) for number in range(len(found))]
-    # CUDA reads no further than one of these.
-    names = (name.strip() for name in named.split(","))
+    # CUDA stops reading at an empty name or -1.
+    names = (name.strip() for name in variable.split(","))
     return list(itertools.takewhile(lambda name: name not in ("", "-1"), names))
 
 
 def has_cuda() -> bool:
-    """Whether a process started from here would see an NVIDIA card."""
+    """Return whether a child process would see an NVIDIA GPU."""
     return bool(visible_gpus())
 
 
@@ -35,59 +35,58 @@ def assign_gpus(
     model: Path,
     arguments: Mapping[str, Any],
     *,
-    several: bool,
+    multi_gpu_engine: bool,
     trains: bool = True,
 ) -> ServerConfig:
-    """`config` with GPUs of its own for each, where there are two or more and nobody chose.
+    """Return `config` with separate GPUs for engine and learner, if there are two or more.
 
-    `arguments` are vLLM's, `several` is whether the engine can use more than one GPU, and `trains`
-    whether there is a learner on this machine. Who chose for one leaves the rest to the other.
+    Devices that `config` sets stay, and the other side gets the remaining GPUs. `arguments` are
+    vLLM's; `multi_gpu_engine` is whether the engine can use more than one GPU; `trains` is whether
+    this machine runs a learner.
     """
-    cards = visible_gpus()
+    gpus = visible_gpus()
     engine, learner = _names(config.engine_devices), _names(config.learner_devices)
-    given = engine or learner or []
-    if len(cards) < 2 or (engine and learner) or not set(given) <= set(cards):
-        return config  # a card that is named otherwise may be any of them
+    configured = engine or learner or []
+    if len(gpus) < 2 or (engine and learner) or not set(configured) <= set(gpus):
+        return config  # an unknown name may stand for any of the GPUs
     if engine is None:
-        left = [card for card in cards if card not in (learner or [])]
-        most = len(left) - (trains and learner is None)
-        asked = gpus_required(arguments)
-        if asked and asked > most:
-            return config  # all of them, shared
-        engine = left[: asked or _largest(most, read_architecture(model) if several else None)]
+        free = [gpu for gpu in gpus if gpu not in (learner or [])]
+        most = len(free) - (trains and learner is None)
+        required = gpus_required(arguments)
+        if required and required > most:
+            return config  # engine and learner share all GPUs
+        architecture = read_architecture(model) if multi_gpu_engine else None
+        engine = free[: required or _largest_parallel_size(most, architecture)]
     if learner is None and trains:
-        learner = [card for card in cards if card not in engine]
+        learner = [gpu for gpu in gpus if gpu not in engine]
         if config.quantization:
-            del learner[1:]  # its kernels are those of one process
-    told = " and ".join(
-        f"{', '.join(names)} {does}"
-        for names, does in ((engine, "sample"), (learner, "train"))
-        if names
-    )
-    logger.info("of the GPUs %s, %s", ", ".join(cards), told)
-    chosen = {"engine_devices": _join(engine), "learner_devices": _join(learner)}
-    return config.model_copy(update=chosen)
+            del learner[1:]  # the fp8 kernels work in one process only
+    for purpose, names in (("sampling", engine), ("training", learner)):
+        if names:
+            logger.info("GPUs for %s: %s", purpose, ", ".join(names))
+    devices = {"engine_devices": _join(engine), "learner_devices": _join(learner)}
+    return config.model_copy(update=devices)
 
 
 def gpus_are_shared(config: ServerConfig) -> bool:
-    """Whether engine and learner have a GPU in common; each has all of them unless it is told."""
+    """Return whether engine and learner share a GPU; one without set devices uses all of them."""
     engine, learner = _names(config.engine_devices), _names(config.learner_devices)
     return engine is None or learner is None or bool(set(engine) & set(learner))
 
 
 def gpus_required(arguments: Mapping[str, Any]) -> int | None:
-    """How many GPUs vLLM needs with these arguments; None when they do not say."""
+    """Return how many GPUs vLLM needs with these arguments; None if they do not set a size."""
     sizes = [arguments.get(f"{kind}_parallel_size") for kind in ("tensor", "pipeline", "data")]
-    given = [size for size in sizes if isinstance(size, int)]
-    return math.prod(given) if given else None
+    numbers = [size for size in sizes if isinstance(size, int)]
+    return math.prod(numbers) if numbers else None
 
 
-def _largest(most: int, architecture: Architecture | None) -> int:
-    """The largest power of two, at most `most`, into which vLLM can divide the model's heads."""
+def _largest_parallel_size(most: int, architecture: Architecture | None) -> int:
+    """Return the largest power of two up to `most` by which vLLM can divide the model's heads."""
     best = 1
     while architecture and best * 2 <= most:
-        size, groups = best * 2, architecture.kv_heads
-        if architecture.heads % size or (groups % size and size % groups):
+        size, kv_heads = best * 2, architecture.kv_heads
+        if architecture.heads % size or (kv_heads % size and size % kv_heads):
             break
         best = size
     return best

@@ -1,4 +1,4 @@
-"""Choosing the next token of every row of a batch. Pure functions over logits [B, V]."""
+"""Sampling the next token of every row of a batch: pure functions of logits [B, V]."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one row is sampled."""
+    """Sampling settings of one row."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """Keep so many of the likeliest tokens; 0 keeps all."""
+    """Sample only from this many of the likeliest tokens; 0 means from all."""
 
 
 def choose(
     logits: Tensor,  # [B, V]
-    samplings: Sequence[Sampling],  # one a row
-    uniforms: Sequence[float],  # one a row, in [0, 1)
+    samplings: Sequence[Sampling],  # one per row
+    uniforms: Sequence[float],  # one per row, in [0, 1)
 ) -> tuple[list[int], list[float]]:
-    """The chosen token of each row, and its log-probability under the untempered policy.
+    """Choose a token for each row; return the tokens and their logprobs under the policy.
 
-    The log-probability is what the learner computes for the same token, so it is taken before
-    temperature, top-p and top-k.
+    The logprobs are those before temperature, top-p and top-k, because the learner computes the
+    same ones.
     """
     logits = logits.float()
     temperatures = torch.tensor([max(s.temperature, 1e-6) for s in samplings], device=logits.device)
@@ -38,40 +38,43 @@ def choose(
         tempered = (logits / temperatures[:, None]).softmax(dim=-1)
     if any(s.top_k or s.top_p < 1 for s in samplings):
         tempered = _keep_likeliest(tempered, samplings)
-    chosen = _drawn(tempered, torch.tensor(uniforms, device=logits.device))
+    chosen = _draw(tempered, torch.tensor(uniforms, device=logits.device))
     greedy = torch.tensor([s.temperature == 0 for s in samplings], device=logits.device)
     if bool(greedy.any()):
         chosen = torch.where(greedy, logits.argmax(dim=-1), chosen)
     logprobs = probabilities.gather(1, chosen[:, None])[:, 0].log()
-    # -inf cannot be sent as JSON, and a token that was drawn has some probability.
+    # JSON cannot hold -inf, and a drawn token has some probability.
     return chosen.tolist(), logprobs.clamp(min=-9999.0).tolist()
 
 
-def _drawn(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """A column for each row of `weights` [B, V], by the inverse of the cumulative distribution.
+def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Draw a column for each row of `weights` [B, V] by inverting the cumulative distribution.
 
-    First a block of columns, then a column in it: a sum over all of them is quick on a CPU, a
-    running sum is not, and `multinomial` draws serially.
+    Finds a block of columns first, then a column in it: on a CPU a sum over all columns is fast,
+    a running sum is slow, and `multinomial` draws serially.
     """
     batch, width = weights.shape
     blocks = functional.pad(weights, (0, -width % BLOCK)).view(batch, -1, BLOCK)
     running = blocks.sum(dim=-1).cumsum(dim=-1)  # [B, V / BLOCK]
     draws = uniforms[:, None] * running[:, -1:]
-    block = _reached(running, draws)
+    block = _first_above(running, draws)
     before = functional.pad(running, (1, 0)).gather(1, block)
     inside = blocks[torch.arange(batch, device=block.device), block[:, 0]].cumsum(dim=-1)
-    return (block * BLOCK + _reached(inside, draws - before))[:, 0]
+    return (block * BLOCK + _first_above(inside, draws - before))[:, 0]
 
 
-def _reached(running: Tensor, draws: Tensor) -> Tensor:
-    """Where the running sums [B, N] first pass the draws [B, 1]; rounding leads none past all."""
+def _first_above(running: Tensor, draws: Tensor) -> Tensor:
+    """Return where the running sums [B, N] first exceed the draws [B, 1].
+
+    The draws are clamped, so that rounding cannot push one past the last sum.
+    """
     last = running[:, -1:]
     draws = draws.clamp(min=0).minimum(last.nextafter(torch.zeros_like(last)))
     return torch.searchsorted(running, draws, right=True)
 
 
 def _keep_likeliest(probabilities: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """With zeros for what top-k and top-p leave out; rows that ask for neither cost nothing."""
+    """Zero the tokens that top-k and top-p exclude; rows that use neither cost nothing."""
     probabilities = probabilities.clone()
     for row, sampling in enumerate(samplings):
         if sampling.top_k:
@@ -79,9 +82,9 @@ def _keep_likeliest(probabilities: Tensor, samplings: Sequence[Sampling]) -> Ten
             probabilities[row].zero_().scatter_(0, kept.indices, kept.values)
         if sampling.top_p < 1:
             values, order = probabilities[row].sort(descending=True)
-            # A token stays while those before it have not filled top_p: the first always.
-            left_out = values.cumsum(0) - values >= sampling.top_p * values.sum()
-            left_out[0] = False  # though a top_p that rounds to nothing says otherwise
-            values[left_out] = 0
+            # Keep a token while the likelier ones sum to less than top_p.
+            excluded = values.cumsum(0) - values >= sampling.top_p * values.sum()
+            excluded[0] = False  # keep the first even if top_p rounds to zero
+            values[excluded] = 0
             probabilities[row].scatter_(0, order, values)
     return probabilities

@@ -1,4 +1,4 @@
-"""Tokens to text as they come: whole characters only, and nothing past a stop string."""
+"""Incremental detokenization: whole characters only, and nothing past a stop string."""
 
 import codecs
 from collections.abc import Sequence
@@ -7,19 +7,19 @@ from trainer.base_model.tokenizer import Tokenizer
 
 
 class TextStream:
-    """The text of one choice, given out piece by piece."""
+    """The text of one choice, token by token."""
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = [text for text in stop if text]
-        # Enough is held back that no part of a stop string is ever given out.
+        # Hold back enough characters that no part of a stop string is ever returned.
         self._held_back = max((len(text) - 1 for text in self._stop), default=0)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending = ""
         self.stopped = False
 
     def add(self, token: int) -> str:
-        """The text that is certain after `token`."""
+        """Add a token, and return the text that cannot be part of a stop string any more."""
         if self._tokenizer.is_special(token):
             return ""
         self._pending += self._decoder.decode(self._tokenizer.token_bytes(token))
@@ -33,7 +33,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """What was held back; a character that was never completed shows as U+FFFD."""
+        """Return the held-back text; an incomplete character becomes U+FFFD."""
         if self.stopped:
             return ""
         return self._pending + self._decoder.decode(b"", final=True)

@@ -1,8 +1,8 @@
 """The vLLM engine: `vllm serve` as a child process, token ids in and out. vLLM is never imported.
 
-It listens on a socket file that only this user can open: vLLM's own key guards only some of its
-routes. Every step is a LoRA with a name and a path of its own, since vLLM's prefix cache would
-serve stale values for one that was overwritten.
+It listens on a socket file that only this user can open, because vLLM's own key protects only some
+of its routes. Every step's LoRA has a new name and path, because vLLM's prefix cache would serve
+stale values for a LoRA that was overwritten.
 """
 
 import asyncio
@@ -25,11 +25,11 @@ from trainer.errors import BadRequest, Conflict, NotFound, TrainerError, WorkerD
 from trainer.processes.worker import gpu_environment
 
 logger = logging.getLogger(__name__)
-KEPT = 4  # LoRAs that stay loaded; older ones are loaded again when they are asked for
+KEPT = 4  # LoRAs that stay loaded; older ones are loaded again when a request needs them
 
 
 class VllmEngine:
-    """Handle of a vLLM process; see `Engine` for what it does."""
+    """An `Engine` that samples with a vLLM process."""
 
     name = "vllm"
 
@@ -57,14 +57,14 @@ class VllmEngine:
         self._process = VllmProcess(program, log=log)
         self._context = 0
         self._paths: dict[str, Path] = {}
-        """Every LoRA that may be asked for."""
+        """Every LoRA that a request may name."""
         self._loaded: dict[str, None] = {}
-        """Those that vLLM holds, the one used longest ago first."""
+        """LoRAs that vLLM has loaded, least recently used first."""
         self._in_use = Counter[str]()
         self._generation = Counter[str]()
-        """How often a name was given to other weights: vLLM's prefix cache knows only names."""
-        self._forgotten: list[str] = []
-        """What vLLM is to unload when it wakes."""
+        """How many times each name got new weights: vLLM's prefix cache tells LoRAs by name."""
+        self._to_unload: list[str] = []
+        """vLLM's names of LoRAs to unload when it wakes up."""
         self._changing = asyncio.Lock()
 
     @property
@@ -77,7 +77,7 @@ class VllmEngine:
         except WorkerDied as error:
             if not self._defaults.get("enable_sleep_mode"):
                 raise
-            logger.warning("vLLM is started without its sleep: %s", error.message)
+            logger.warning("vLLM did not start with sleep mode, trying without: %s", error.message)
             self._defaults["enable_sleep_mode"] = False
             await self._start()
 
@@ -85,11 +85,11 @@ class VllmEngine:
         await self._process.stop()
         self._process = VllmProcess(self._program, log=self._process.log)
         self._loaded.clear()
-        self._forgotten.clear()
-        arguments = self._in_effect
+        self._to_unload.clear()
+        arguments = self._effective_arguments
         await self._process.start(
             lambda socket: vllm_args.command_line(self._model, socket, arguments),
-            {**self._environment, **vllm_args.sleeping(arguments)},
+            {**self._environment, **vllm_args.sleep_environment(arguments)},
         )
         self._context = await self._process.context()
 
@@ -97,51 +97,51 @@ class VllmEngine:
         await self._process.stop()
 
     async def configure(self, arguments: Mapping[str, Any]) -> None:
-        """Take what a client asks for; a vLLM that runs without it is started again."""
+        """Add a client's arguments, and restart vLLM if it runs with other values."""
         vllm_args.check(arguments, self._devices)
         for name, value in arguments.items():
             if self._arguments.get(name, value) != value:
                 raise Conflict(
                     f"`engine_args.{name}` is `{self._arguments[name]}` here, not `{value}`",
-                    hint="Ask for the same value, or start another server on other ports",
+                    hint="Use the same value, or start another server on other ports",
                 )
-        now = {**vllm_args.UNASKED, **self._in_effect}
-        changed = [name for name, value in arguments.items() if now.get(name) != value]
+        current = {**vllm_args.VLLM_DEFAULTS, **self._effective_arguments}
+        changed = [name for name, value in arguments.items() if current.get(name) != value]
         before, self._arguments = self._arguments, {**self._arguments, **arguments}
         if changed and self.running:
-            logger.info("vLLM is started again for %s", ", ".join(f"`{n}`" for n in changed))
+            logger.info("restarting vLLM to change %s", ", ".join(f"`{n}`" for n in changed))
             async with self._changing:
                 try:
                     await self.start()
                 except TrainerError:
-                    self._arguments = before  # with which it did start
+                    self._arguments = before  # vLLM did start with these
                     await self.start()
                     raise
 
     async def make_room(self) -> bool:
-        """Sleep until the next use: weights go to the host, the KV cache is dropped.
+        """Sleep until the next request: move the weights to the host and drop the KV cache.
 
-        A vLLM that was not started for it ends instead, and sleeps from the next time on: what
-        sleeping needs is not paid for by those who have memory enough.
+        Sleep mode is not free, so vLLM starts without it. The first time, vLLM stops instead; it
+        starts again with sleep mode, and sleeps from then on.
         """
-        if not self._shared or self._in_effect.get("enable_sleep_mode") is False:
+        if not self._shared or self._effective_arguments.get("enable_sleep_mode") is False:
             return False
         async with self._changing:
-            if self.running and self._in_effect.get("enable_sleep_mode"):
+            if self.running and self._effective_arguments.get("enable_sleep_mode"):
                 try:
                     await self._process.sleep()
                     return True
                 except TrainerError as error:
-                    logger.warning("vLLM ends, since it does not fall asleep: %s", error.message)
+                    logger.warning("stopping vLLM, because it cannot sleep: %s", error.message)
             elif self.running:
-                logger.warning("vLLM ends, for the learner needs its memory: later it will sleep")
+                logger.warning("stopping vLLM, because the learner needs its memory")
             self._defaults["enable_sleep_mode"] = True
             await self._process.stop()
             self._process = VllmProcess(self._program, log=self._process.log)
         return True
 
     @property
-    def _in_effect(self) -> Json:
+    def _effective_arguments(self) -> Json:
         spread = vllm_args.spread(self._arguments, self._devices)
         return {**self._defaults, **spread, **self._arguments}
 
@@ -162,7 +162,7 @@ class VllmEngine:
 
     @asynccontextmanager
     async def _using(self, lora: str | None) -> AsyncIterator[str]:
-        """The name vLLM knows a LoRA by, which stays loaded meanwhile."""
+        """Keep a LoRA loaded inside the context, and return vLLM's name for it."""
         if lora is None:
             yield vllm_args.BASE
             return
@@ -174,51 +174,51 @@ class VllmEngine:
                 async with self._changing:
                     await self._add(lora)
             if lora in self._loaded:
-                self._loaded[lora] = self._loaded.pop(lora)  # used last
+                self._loaded[lora] = self._loaded.pop(lora)  # now the most recently used
             yield self._name(lora)
         finally:
             self._in_use[lora] -= 1
 
     async def _add(self, lora: str) -> None:
         if lora in self._loaded:
-            return  # another request was first
+            return  # another request loaded it first
         path = self._paths[lora]
-        await self._make_room_for(path)
+        await self._raise_max_rank(path)
         body = {"lora_name": self._name(lora), "lora_path": str(path)}
         try:
             await self._process.post("/v1/load_lora_adapter", body)
         except BadRequest as error:
-            if "already been loaded" not in error.message:  # by a call that was cancelled
+            if "already been loaded" not in error.message:  # by a request that was cancelled
                 raise
         self._loaded[lora] = None
         idle = [name for name in self._loaded if not self._in_use[name]]
         for name in idle[: max(len(self._loaded) - KEPT, 0)]:
             await self._drop(name)
 
-    async def _make_room_for(self, path: Path) -> None:
-        """Start vLLM again when the LoRA's rank is over what it was started for."""
+    async def _raise_max_rank(self, path: Path) -> None:
+        """Restart vLLM if the LoRA's rank exceeds the maximum that vLLM was started with."""
         config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
-        most = self._in_effect["max_lora_rank"]
+        most = self._effective_arguments["max_lora_rank"]
         if config["r"] <= most:
             return
         if "max_lora_rank" in self._arguments:
             raise BadRequest(
-                f"The LoRA has rank `{config['r']}`, over `engine_args.max_lora_rank` `{most}`",
-                hint="Raise `max_lora_rank`, or leave it out",
+                f"The LoRA has rank `{config['r']}`, above `engine_args.max_lora_rank` `{most}`",
+                hint="Raise `max_lora_rank`, or remove it",
             )
-        logger.info("vLLM is started again for LoRAs of rank %s", config["r"])
+        logger.info("restarting vLLM for LoRAs of rank %s", config["r"])
         self._defaults["max_lora_rank"] = vllm_args.rank_for(config["r"])
         await self.start()
 
     async def _drop(self, lora: str) -> None:
         if lora in self._loaded and self.running:
             del self._loaded[lora]
-            self._forgotten.append(self._name(lora))
-            await self._unload_forgotten()
+            self._to_unload.append(self._name(lora))
+            await self._unload_dropped()
 
-    async def _unload_forgotten(self) -> None:
-        while self._forgotten and not self._process.asleep:
-            name = self._forgotten.pop()
+    async def _unload_dropped(self) -> None:
+        while self._to_unload and not self._process.asleep:
+            name = self._to_unload.pop()
             await self._process.post("/v1/unload_lora_adapter", {"lora_name": name})
 
     def _name(self, lora: str) -> str:
@@ -228,7 +228,7 @@ class VllmEngine:
 
     async def sample(self, request: SampleRequest) -> AsyncIterator[Delta]:
         await self._revive()
-        # vLLM refuses several greedy choices, which would all be the same.
+        # vLLM rejects several greedy choices; sample one and copy it.
         copies = request.n if request.temperature == 0 else 1
         choices = [VllmChoice(i, self._tokenizer, request.stop) for i in range(request.n // copies)]
         async with (
@@ -240,7 +240,7 @@ class VllmEngine:
                     for copy in range(copies):
                         yield dataclasses.replace(delta, index=delta.index + copy)
                 if row["finish_reason"] is None and all(choice.finished for choice in choices):
-                    break  # at a stop string that vLLM has not seen
+                    break  # at a stop string that vLLM did not detect
 
     def _body(self, request: SampleRequest, model: str, n: int) -> Json:
         prompt = request.prompt_ids
@@ -262,13 +262,13 @@ class VllmEngine:
             "seed": request.seed,
             "stop": list(request.stop),
             "stop_token_ids": sorted(self._tokenizer.eos_ids),
-            "logprobs": 0,  # of the sampled token alone
+            "logprobs": 0,  # only of the sampled token
             "return_token_ids": True,
             "stream": request.stream,
         }
 
     async def _rows(self, body: Json) -> AsyncGenerator[Json]:
-        """The choices of vLLM's answer, whole or piece by piece; leaving early cancels it."""
+        """Yield the choices of vLLM's response. Closing the iterator early cancels it."""
         if not body["stream"]:
             for choice in (await self._process.post("/v1/completions", body))["choices"]:
                 yield choice
@@ -279,16 +279,16 @@ class VllmEngine:
                     yield choice
 
     async def _revive(self) -> None:
-        """Have a vLLM that is running and awake."""
+        """Make sure that vLLM is running and awake."""
         if self.running and not self._process.asleep:
             return
         async with self._changing:
             if self._process.asleep and self.running:
                 try:
                     await self._process.wake()
-                    return await self._unload_forgotten()
+                    return await self._unload_dropped()
                 except TrainerError as error:
-                    logger.warning("vLLM is started again: %s", error.message)
+                    logger.warning("restarting vLLM, because it cannot wake up: %s", error.message)
                     return await self.start()
             if not self.running:
                 if self._process.started:

@@ -1,4 +1,4 @@
-"""From `engine_args` to the flags of `vllm serve`: ours, the user's, and those we must refuse."""
+"""The flags of `vllm serve`: our defaults, the user's `engine_args`, and rejected settings."""
 
 import json
 import os
@@ -11,16 +11,16 @@ from trainer.base_model.precision import dtype_name
 from trainer.engines.gpus import gpus_required
 from trainer.errors import Unsupported
 
-BASE = "base"  # what vLLM calls the model without a LoRA
-# The ranks that vLLM has kernels for.
+BASE = "base"  # vLLM's name for the model without a LoRA
+# The ranks that vLLM has kernels for, smallest first.
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
 # Settings that would break what the server relies on, and why.
 _WHERE = "the server chooses where vLLM listens, and nothing else may reach it"
-_LORA = "the server loads one LoRA a step by itself"
+_LORA = "the server itself loads one LoRA per step"
 _TOKENS = "the server needs exact tokens and the policy's own logprobs"
-_CHAT = "chat templates and tool calls are the server's"
-_ONE = "several API processes would each know other LoRAs"
+_CHAT = "the server handles chat templates and tool calls"
+_ONE = "several API processes would each know different LoRAs"
 REFUSED = {
     **dict.fromkeys(("host", "port", "uds", "api_key", "root_path", "grpc", "grpc_port"), _WHERE),
     **dict.fromkeys(("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"), _WHERE),
@@ -33,8 +33,8 @@ REFUSED = {
     **dict.fromkeys(("api_server_count", "data_parallel_external_lb"), _ONE),
 }
 
-# What vLLM does when nobody asks: no reason to start it again.
-UNASKED = {
+# vLLM's own defaults: a client that sets one of these does not make vLLM restart.
+VLLM_DEFAULTS = {
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "data_parallel_size": 1,
@@ -43,64 +43,64 @@ UNASKED = {
 
 
 def check(arguments: Mapping[str, Any], devices: str | None = None) -> None:
-    """Refuse, by name, every argument that the server cannot leave to its user."""
+    """Raise an error that names the first argument a user must not set."""
     for name in arguments:
         if why := REFUSED.get(name):
             raise Unsupported(f"`engine_args.{name}` cannot be set: {why}")
         if not name.isidentifier():
-            raise Unsupported(f"`engine_args.{name}` is no name of a vLLM setting")
+            raise Unsupported(f"`engine_args.{name}` is not the name of a vLLM setting")
     needed = gpus_required(arguments) or 1
     if devices and needed > len(devices.split(",")):
         raise Unsupported(
-            f"`engine_args` divides vLLM over {needed} GPUs, and the engine has `{devices}` here",
-            hint="Ask for fewer, or start the server with more `--engine-devices`",
+            f"`engine_args` divides vLLM over {needed} GPUs, but the engine has `{devices}`",
+            hint="Use fewer, or start the server with more `--engine-devices`",
         )
 
 
 def rank_for(rank: int) -> int:
-    """The smallest `--max-lora-rank` that holds a LoRA of `rank`: its cost is the maximum's."""
+    """Return the smallest `--max-lora-rank` for a LoRA of `rank`: a higher one costs more."""
     for allowed in RANKS:
         if rank <= allowed:
             return allowed
-    raise Unsupported(f"vLLM takes a LoRA of rank {RANKS[-1]} at most, not `{rank}`")
+    raise Unsupported(f"vLLM supports LoRAs up to rank {RANKS[-1]}, not `{rank}`")
 
 
 def defaults(directory: Path, *, rank: int, cuda: bool, shared: bool = True) -> Json:
-    """What we set unless the user does; `shared`: the learner is on the same GPUs."""
+    """Return our defaults; `shared` is whether the learner uses the same GPUs."""
     settings: Json = {
-        "dtype": dtype_name(directory, cuda=cuda),  # the learner's
+        "dtype": dtype_name(directory, cuda=cuda),  # the same as the learner's
         "enable_prefix_caching": True,
         "max_lora_rank": rank_for(rank),
-        # A run samples from its newest step; one more is for a look at an older one.
+        # A run samples from its newest step; the second is for requests to an older one.
         "max_loras": 2,
         "max_cpu_loras": 4,
     }
     if cuda:
         return {**settings, "gpu_memory_utilization": 0.5 if shared else 0.9}
-    # Compiling takes minutes on a CPU and gains little there. A prompt with a seed whose prefill
-    # is cut in chunks ends vLLM's engine on a CPU: "CPU Generator does not use offset".
+    # Compiling takes minutes on a CPU and gains little. Chunked prefill of a seeded request
+    # crashes vLLM's engine on a CPU: "CPU Generator does not use offset".
     return {**settings, "enforce_eager": True, "enable_chunked_prefill": False}
 
 
 def spread(arguments: Mapping[str, Any], devices: str | None) -> Json:
-    """The size that divides vLLM over all of its GPUs, by what `arguments` leave of them."""
+    """Return the tensor parallel size that, with `arguments`, makes vLLM use all its GPUs."""
     size = len(devices.split(",")) // (gpus_required(arguments) or 1) if devices else 1
     return {"tensor_parallel_size": size} if size > 1 else {}
 
 
-def quantization(asked: str | None) -> Json:
-    """vLLM's name for what the learner computes too: a scale a token, and one an output."""
-    return {"quantization": "fp8_per_channel"} if asked == "fp8" else {}
+def quantization(kind: str | None) -> Json:
+    """Return vLLM's setting for the learner's fp8: one scale per token, and one per output."""
+    return {"quantization": "fp8_per_channel"} if kind == "fp8" else {}
 
 
 def command_line(directory: Path, socket: Path, arguments: Mapping[str, Any]) -> list[str]:
-    """The arguments of `vllm serve`."""
+    """Return the arguments of `vllm serve`."""
     ours: Json = {
         "uds": str(socket),
         "served_model_name": BASE,
         "enable_lora": True,
-        "logprobs_mode": "raw_logprobs",  # those before temperature, top-p and top-k
-        # A model's own generation_config would set penalties and top-k that nobody asked for.
+        "logprobs_mode": "raw_logprobs",  # before temperature, top-p and top-k
+        # The model's own generation_config may set penalties and top-k that no client requested.
         "generation_config": "vllm",
         "disable_uvicorn_access_log": True,
     }
@@ -108,7 +108,7 @@ def command_line(directory: Path, socket: Path, arguments: Mapping[str, Any]) ->
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
-    """vLLM's flags for settings by their Python names; None is absent."""
+    """Return vLLM's flags for settings by their Python names; None leaves a flag out."""
     result: list[str] = []
     for name, value in arguments.items():
         flag = "--" + name.replace("_", "-")
@@ -125,17 +125,17 @@ def flags(arguments: Mapping[str, Any]) -> list[str]:
     return result
 
 
-def sleeping(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """The variable without which vLLM has no routes to put it to sleep and wake it."""
+def sleep_environment(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variable that enables vLLM's routes to sleep and to wake up, if needed."""
     return {"VLLM_SERVER_DEV_MODE": "1"} if arguments.get("enable_sleep_mode") else {}
 
 
 def environment(*, cuda: bool) -> dict[str, str]:
-    """Variables of the vLLM process, beside those it inherits."""
+    """Return the variables to add to the vLLM process's environment."""
     variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
     if not cuda:
-        # The first logprob would compile C++ for half a minute on a CPU, even when eager.
+        # On a CPU the first logprob would compile C++ for half a minute, even in eager mode.
         variables["TORCH_COMPILE_DISABLE"] = "1"
-        # GiB; vLLM's own default is a share of the machine's memory.
+        # In GiB. vLLM's own default is a share of the machine's memory.
         variables["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2")
     return variables

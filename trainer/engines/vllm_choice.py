@@ -1,4 +1,4 @@
-"""One choice of a request to vLLM: from the rows of its answer to deltas."""
+"""One choice of a vLLM response: turns its rows into deltas."""
 
 from kit.types import Json
 from trainer.base_model.tokenizer import Tokenizer
@@ -8,7 +8,7 @@ from trainer.errors import TrainerError
 
 
 class VllmChoice:
-    """Its text is made here, the same way as in every other engine."""
+    """Decodes the text itself, so that it is the same as in every other engine."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
         self.finished = False
@@ -16,7 +16,7 @@ class VllmChoice:
         self._text = TextStream(tokenizer, stop)
 
     def take(self, row: Json) -> Delta | None:
-        """What `row` adds; tokens past a stop string are left out."""
+        """Return what `row` adds, without the tokens past a stop string."""
         if self.finished:
             return None
         delta = Delta(self._index)

@@ -1,9 +1,9 @@
-"""Reading vLLM's log: how far its start is, and what it died of. Pure functions."""
+"""Reading vLLM's log: startup progress, and why it died. Pure functions."""
 
 import re
 from collections.abc import Sequence
 
-# What a line says about a start under way; of several, the last one that was logged counts.
+# Text in a log line, and the stage of startup that it marks. The last match in the log counts.
 _STAGES = (
     ("Resolved architecture", "reading the model's configuration"),
     ("Initializing a V1 LLM engine", "starting the engine's processes"),
@@ -21,7 +21,7 @@ _PREFIX = re.compile(
 )
 _ERROR = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)(: .+|$)")
 _USAGE = re.compile(r"error: (.+)$")
-# These say only that something else went wrong.
+# Errors that only report that something else went wrong.
 _VAGUE = ("Engine core initialization failed", "See stack trace", "root cause", "EngineDeadError")
 _HINTS = (
     (
@@ -39,27 +39,27 @@ _HINTS = (
     ),
     (
         ("unrecognized arguments", "invalid choice", "invalid value", "validation error"),
-        "Mend or remove that setting in `engine_args`; `vllm serve --help=all` lists them",
+        "Fix or remove that setting in `engine_args`; `vllm serve --help=all` lists them",
     ),
     (
         ("weight.dtype in [torch.float16",),
-        "Remove `dtype` from `engine_args`: on a GPU vLLM has LoRAs in bf16 and fp16 only",
+        "Remove `dtype` from `engine_args`: on a GPU vLLM supports LoRAs in bf16 and fp16 only",
     ),
-    (("No module named",), "Install vLLM here, or name its environment in `ART_VLLM`"),
+    (("No module named",), "Install vLLM here, or set `ART_VLLM` to its environment"),
 )
 
 
 def stage(lines: Sequence[str]) -> str:
-    """What a starting vLLM is doing, in words."""
+    """Return what a starting vLLM is doing."""
     for line in reversed(lines):
-        for mark, words in _STAGES:
+        for mark, description in _STAGES:
             if mark in line:
-                return words
+                return description
     return "importing its libraries"
 
 
 def cause(lines: Sequence[str]) -> str:
-    """The line that says why vLLM ended: the first error that is not a consequence of another."""
+    """Return why vLLM ended: the first error that is not the consequence of another."""
     vague = asserted = ""
     for line in map(plain, lines):
         if line.startswith("assert "):
@@ -68,26 +68,26 @@ def cause(lines: Sequence[str]) -> str:
             return usage[1]
         if not _ERROR.match(line):
             continue
-        if line == "AssertionError" and asserted:  # it says nothing by itself
+        if line == "AssertionError" and asserted:  # name the assertion that failed
             line = f"{line}: {asserted}"
         if not any(word in line for word in _VAGUE):
             return line
         vague = vague or line
-    said = [text for line in lines if (text := plain(line))]
-    for line in said:
+    messages = [text for line in lines if (text := plain(line))]
+    for line in messages:
         if "exited unexpectedly" in line or "died unexpectedly" in line:
             return "its engine process was killed, perhaps for lack of memory"
-    return vague or (said[-1] if said else "it said nothing")
+    return vague or (messages[-1] if messages else "its log is empty")
 
 
 def hint(cause: str) -> str | None:
-    """What to do about a cause, when it is one that we know."""
-    for marks, words in _HINTS:
+    """Return how to fix a known cause, or None."""
+    for marks, advice in _HINTS:
         if any(mark.lower() in cause.lower() for mark in marks):
-            return words
+            return advice
     return None
 
 
 def plain(line: str) -> str:
-    """A line of the log without process, level, time and place."""
+    """Return a log line without its process, level, time and source location."""
     return _PREFIX.sub("", line).strip()

@@ -1,4 +1,4 @@
-"""The `vllm serve` process: its start, told as it goes, its end, and what it died of."""
+"""The `vllm serve` process: starting it with progress, calling it, stopping it, and its errors."""
 
 import asyncio
 import contextlib
@@ -22,14 +22,14 @@ from trainer.errors import BadRequest, NotFound, TrainerError, WorkerDied
 from trainer.processes.process_group import members
 
 logger = logging.getLogger(__name__)
-TELL_EVERY = 5.0  # seconds between two lines about a start
-STOP_WITHIN = 12.0  # seconds; `process_group` ends the group after 8
+LOG_INTERVAL = 5.0  # seconds between two log lines while vLLM starts
+STOP_WITHIN = 12.0  # seconds; `process_group` kills the group after 8
 
 
 class VllmProcess:
-    """One life of vLLM, behind a socket file in a directory that only we can enter.
+    """One vLLM process, behind a socket file in a directory that only this user can enter.
 
-    A process that has ended is not started again: another one is made.
+    It is started once. To restart vLLM, create another `VllmProcess`.
     """
 
     def __init__(self, program: list[str], *, log: Path) -> None:
@@ -54,7 +54,7 @@ class VllmProcess:
         self, arguments: Callable[[Path], list[str]], environment: Mapping[str, str]
     ) -> None:
         """Start vLLM with `arguments(socket)` and wait until it answers on that socket."""
-        # Not beside the log: a socket's path may have 107 bytes at most.
+        # A temporary directory, because a socket's path can have at most 107 bytes.
         self._directory = Path(tempfile.mkdtemp(prefix="art-vllm-"))
         socket = self._directory / "api"
         self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,7 @@ class VllmProcess:
                 stdout=log,
                 stderr=log,
                 env={**os.environ, **environment},
-                start_new_session=True,  # its group can be ended whole
+                start_new_session=True,  # a process group that can be killed as a whole
             )
         logger.info("vLLM is starting (pid %s); its log is %s", self._process.pid, self.log)
         try:
@@ -84,68 +84,68 @@ class VllmProcess:
             raise
 
     async def stop(self) -> None:
-        """End every process of vLLM: politely first, then not."""
+        """End every vLLM process, with SIGTERM first and then with SIGKILL."""
         if self._process and not self._ended:
             if self._process.returncode is None:
                 self._process.terminate()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._process.wait(), STOP_WITHIN)
-            # Also when its leader was killed: the others may have stayed.
+            # The group may have survived a leader that was killed.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._ended = True
             await self._process.wait()
-            await self._until_group_is_gone()
+            await self._wait_until_group_is_gone()
         await self._client.aclose()
         if self._directory:
             shutil.rmtree(self._directory, ignore_errors=True)
 
-    async def _until_group_is_gone(self, within: float = 5.0) -> None:
-        """Wait for those whom nobody waits for: their memory may be needed at once."""
+    async def _wait_until_group_is_gone(self, within: float = 5.0) -> None:
+        """Wait for the grandchildren to exit: their memory may be needed immediately."""
         assert self._process
         deadline = time.monotonic() + within
         while members(self._process.pid) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
 
     async def context(self) -> int:
-        """Most tokens of prompt and completion together."""
-        served = (await self._client.get("/v1/models")).json()
-        return int(served["data"][0]["max_model_len"])
+        """Return the maximum number of tokens of prompt and completion together."""
+        models = (await self._client.get("/v1/models")).json()
+        return int(models["data"][0]["max_model_len"])
 
     async def sleep(self) -> None:
-        """Give the memory back until `wake`; nothing else may be asked of it meanwhile."""
+        """Free the GPU memory until `wake`. A sleeping vLLM cannot handle other requests."""
         if not self.asleep:
-            began, self.asleep = time.monotonic(), True
+            started, self.asleep = time.monotonic(), True
             await self.post("/sleep?level=1", {})
-            logger.info("vLLM fell asleep within %.1f s", time.monotonic() - began)
+            logger.info("vLLM went to sleep in %.1f s", time.monotonic() - started)
 
     async def wake(self) -> None:
-        began = time.monotonic()
+        started = time.monotonic()
         await self.post("/wake_up", {})
         self.asleep = False
-        logger.info("vLLM is awake after %.1f s", time.monotonic() - began)
+        logger.info("vLLM woke up in %.1f s", time.monotonic() - started)
 
     async def post(self, path: str, body: Json) -> Json:
         if not self.running:
             raise self.died()
         try:
-            answer = await self._client.post(path, json=body)
+            response = await self._client.post(path, json=body)
         except httpx.TransportError as error:
             await self._fail(f"{type(error).__name__} {error}")
-        await self._check(answer)
-        if not answer.headers.get("content-type", "").startswith("application/json"):
-            return {}  # loading a LoRA answers with a sentence
-        result: Json = answer.json()
+        await self._check(response)
+        if not response.headers.get("content-type", "").startswith("application/json"):
+            return {}  # the response to loading a LoRA is plain text
+        result: Json = response.json()
         return result
 
     async def stream(self, path: str, body: Json) -> AsyncGenerator[Json]:
-        """The events of a streamed answer. Leaving early closes the connection, which cancels."""
+        """Yield the events of a streamed response. Closing the iterator early cancels it."""
         if not self.running:
             raise self.died()
         try:
-            async with self._client.stream("POST", path, json=body) as answer:
-                await self._check(answer)
-                async for line in answer.aiter_lines():
+            async with self._client.stream("POST", path, json=body) as response:
+                await self._check(response)
+                async for line in response.aiter_lines():
                     if not line.startswith("data: {"):
                         continue
                     event = json.loads(line[len("data: ") :])
@@ -155,22 +155,23 @@ class VllmProcess:
         except httpx.TransportError as error:
             await self._fail(f"{type(error).__name__} {error}")
 
-    async def _check(self, answer: httpx.Response) -> None:
-        if answer.status_code == 200:
+    async def _check(self, response: httpx.Response) -> None:
+        """Raise the error that a response reports, if any."""
+        if response.status_code == 200:
             return
-        await answer.aread()
+        await response.aread()
         try:
-            message = str(answer.json()["error"]["message"])
+            message = str(response.json()["error"]["message"])
         except (ValueError, KeyError, TypeError):
-            message = answer.text.strip() or f"status {answer.status_code}"
-        if answer.status_code == 404:
+            message = response.text.strip() or f"status {response.status_code}"
+        if response.status_code == 404:
             raise NotFound(f"vLLM: {message}")
-        if answer.status_code < 500:
+        if response.status_code < 500:
             raise BadRequest(f"vLLM: {message}")
         await self._fail(message)
 
     async def _fail(self, message: str) -> NoReturn:
-        """Tell an error of vLLM from its death, and raise the one or the other."""
+        """Raise `WorkerDied` if vLLM is ending, otherwise an error with `message`."""
         if not await self._is_ending():
             raise TrainerError(f"vLLM: {message}", hint=f"See `{self.log}`")
         died = self.died()
@@ -178,7 +179,7 @@ class VllmProcess:
         raise died
 
     async def _is_ending(self, within: float = 30.0) -> bool:
-        """After an error: whether vLLM is going down (its end is awaited) or still well."""
+        """Return whether vLLM ends, or stays unhealthy for `within` seconds, after an error."""
         deadline = time.monotonic() + within
         while self.running and time.monotonic() < deadline:
             if await self._healthy():
@@ -187,19 +188,19 @@ class VllmProcess:
         return True
 
     def died(self) -> WorkerDied:
-        """What vLLM died of, for the user."""
+        """Return an error that says why vLLM died."""
         cause = vllm_log.cause(self._lines())
-        hint = vllm_log.hint(cause) or "It is started again at the next request"
+        hint = vllm_log.hint(cause) or "It restarts at the next request"
         return WorkerDied(f"vLLM ended: {cause}", hint=f"{hint}; its whole log is `{self.log}`")
 
     async def _wait_until_ready(self) -> None:
-        started = told = time.monotonic()
+        started = logged = time.monotonic()
         while not await self._healthy():
             if not self.running:
                 raise self.died()
             now = time.monotonic()
-            if now - told >= TELL_EVERY:
-                told = now
+            if now - logged >= LOG_INTERVAL:
+                logged = now
                 logger.info(
                     "vLLM is %s (%.0f s so far)", vllm_log.stage(self._lines()), now - started
                 )
@@ -213,7 +214,7 @@ class VllmProcess:
             return False
 
     def _lines(self) -> list[str]:
-        """What this vLLM logged, without its predecessors."""
+        """Return the lines that this process logged, without those of earlier ones."""
         try:
             with self.log.open("rb") as file:
                 file.seek(self._log_start)
