@@ -1,7 +1,8 @@
-"""Checkpoints on disk: made whole or not at all, and never trusted without their sha256.
+"""Checkpoints on disk: written atomically, and used only if their sha256 match.
 
 `checkpoints/0007/` holds the LoRA in PEFT form, the optimizer's state and `manifest.json`. It is
-written in a temporary directory and renamed. No torch here, and nothing is unpickled.
+written to a temporary directory and then renamed. This module imports no torch and unpickles
+nothing.
 """
 
 import logging
@@ -22,43 +23,41 @@ logger = logging.getLogger(__name__)
 
 
 def path_of(checkpoints: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is, or would be."""
+    """Return the path of the checkpoint of `step`, whether or not it exists."""
     return checkpoints / step_name(step)
 
 
 def list_steps(checkpoints: Path) -> list[int]:
-    """Steps of the whole checkpoints, lowest first; a damaged one is named in the log."""
-    steps = []
-    for step in _steps_on_disk(checkpoints):
-        if found := damage(path_of(checkpoints, step)):
-            logger.warning("checkpoint %s is damaged and not used: %s", step, "; ".join(found))
-        else:
-            steps.append(step)
-    return steps
+    """Return the steps of undamaged checkpoints, lowest first; log the damaged ones."""
+    return [step for step in _steps_on_disk(checkpoints) if _is_undamaged(checkpoints, step)]
 
 
 def latest(checkpoints: Path) -> int | None:
-    """The newest step whose files are whole, or None."""
-    for step in reversed(_steps_on_disk(checkpoints)):
-        if not (found := damage(path_of(checkpoints, step))):
-            return step
-        logger.warning("checkpoint %s is damaged and not used: %s", step, "; ".join(found))
-    return None
+    """Return the newest undamaged step, or None."""
+    steps = reversed(_steps_on_disk(checkpoints))
+    return next((step for step in steps if _is_undamaged(checkpoints, step)), None)
+
+
+def _is_undamaged(checkpoints: Path, step: int) -> bool:
+    faults = damage(path_of(checkpoints, step))
+    if faults:
+        logger.warning("checkpoint %s is damaged, skipping it: %s", step, "; ".join(faults))
+    return not faults
 
 
 def newest(checkpoints: Path) -> int | None:
-    """The newest step on disk, whether or not its files are whole."""
+    """Return the newest step on disk, damaged or not."""
     return max(_steps_on_disk(checkpoints), default=None)
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """The manifest of the checkpoint at `path`; a damaged one raises, named."""
+    """Check the files of the checkpoint at `path`, and return its manifest."""
     if not path.is_dir():
         raise NotFound(f"There is no checkpoint `{path}`", hint="List them with `trainer models`")
-    if found := damage(path):
+    if faults := damage(path):
         raise CheckpointError(
-            f"The checkpoint `{path}` is damaged: {found[0]}",
-            hint="Use the step before it, or pull it again",
+            f"The checkpoint `{path}` is damaged: {faults[0]}",
+            hint="Use the previous step, or pull it again",
         )
     manifest = read_manifest(path)
     assert manifest is not None  # `damage` has read it
@@ -73,16 +72,16 @@ def save(
     *,
     synced: bool = True,
 ) -> Path:
-    """Write checkpoint `step` with `write(directory)`; it appears whole or not at all.
+    """Write checkpoint `step` with `write(directory)`; it appears complete or not at all.
 
-    `write` may tell the sha256 of files that it has hashed already.
-    A damaged checkpoint of the same step is replaced, a whole one is never touched. Until it is
-    synced a power cut may damage it: leave that to `sync` where the step can be made again.
+    `write` may return the sha256 of files that it has already hashed. A damaged checkpoint of the
+    same step is replaced; an undamaged one is never touched. Without `synced` a power cut may
+    damage the checkpoint until `sync` is called: use that only if the step can be repeated.
     """
     target = path_of(checkpoints, step)
     if target.is_dir() and not damage(target):
         raise CheckpointError(
-            f"The checkpoint `{target}` exists already", hint="Delete it, or train from it"
+            f"The checkpoint `{target}` already exists", hint="Delete it, or train from it"
         )
     temporary = None
     try:
@@ -107,9 +106,9 @@ def save(
 
 
 def sync(path: Path) -> None:
-    """Return once the checkpoint at `path` outlives a power cut, or was deleted meanwhile."""
+    """Sync the checkpoint at `path` to disk, unless it has been deleted."""
     try:
-        with ThreadPoolExecutor() as pool:  # a disk takes them all at once
+        with ThreadPoolExecutor() as pool:  # a disk syncs many files at once
             list(pool.map(_sync, [*path.rglob("*"), path, path.parent]))
     except FileNotFoundError:
         return
@@ -119,23 +118,23 @@ def sync(path: Path) -> None:
 
 def delete(checkpoints: Path, keep: Collection[int]) -> list[int]:
     """Delete every checkpoint whose step is not in `keep`, and return the deleted steps."""
-    gone = [step for step in _steps_on_disk(checkpoints) if step not in set(keep)]
-    for step in gone:
-        # Renamed first: a crash half-way leaves no checkpoint that looks damaged.
+    deleted = [step for step in _steps_on_disk(checkpoints) if step not in set(keep)]
+    for step in deleted:
+        # Rename it first, so that a crash in between leaves no damaged checkpoint.
         path = path_of(checkpoints, step)
         trash = path.with_name(f".{path.name}-deleted")
         shutil.rmtree(trash, ignore_errors=True)
         path.rename(trash)
         shutil.rmtree(trash)
-    return gone
+    return deleted
 
 
 def steps_to_keep(
     steps: Collection[int], *, last: int, metrics: dict[int, float] | None = None, best: int = 0
 ) -> set[int]:
-    """The `last` newest of `steps`, and the `best` ones by `metrics` (the higher, the better).
+    """Return the `last` newest of `steps` and the `best` ones by `metrics` (higher is better).
 
-    The newest step is always among them: a run must be able to go on.
+    The newest step is always included, so that a run can continue.
     """
     keep = set(sorted(steps)[-max(last, 1) :])
     ranked = sorted(
@@ -147,7 +146,7 @@ def steps_to_keep(
 
 
 def fork(source: Path, checkpoints: Path) -> int:
-    """Copy the checkpoint at `source` into another run, which then goes on from its step."""
+    """Copy the checkpoint at `source` to another run, which continues from its step."""
     manifest = verify(source)
     about = {key: value for key, value in manifest.items() if key not in ("files", "step")}
     step = int(manifest["step"])
@@ -162,7 +161,7 @@ def fork(source: Path, checkpoints: Path) -> int:
 
 
 def clean(checkpoints: Path) -> None:
-    """Remove what a killed process left half made."""
+    """Remove the unfinished checkpoints of a killed process."""
     for path in checkpoints.glob(".[0-9]*-*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -177,10 +176,10 @@ def _steps_on_disk(checkpoints: Path) -> list[int]:
     )
 
 
-def _cannot_write(path: Path, why: OSError) -> DiskFull:
+def _cannot_write(path: Path, error: OSError) -> DiskFull:
     return DiskFull(
-        f"The checkpoint `{path}` cannot be written: {why.strerror or why}",
-        hint="Free disk space, or keep fewer checkpoints; the step before it is untouched",
+        f"Cannot write the checkpoint `{path}`: {error.strerror or error}",
+        hint="Free disk space, or keep fewer checkpoints; the previous step is unchanged",
     )
 
 

@@ -1,4 +1,4 @@
-"""`trainer`: the program where the model is. Commands parse, call and print; nothing else."""
+"""The `trainer` command line, which runs where the model is. Commands parse, call and print."""
 
 import logging
 from pathlib import Path
@@ -15,7 +15,7 @@ ENGINES = ["auto", "vllm", "embedded"]
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(kit.cli.version(), prog_name="trainer")
 def cli() -> None:
-    """Serve and train a model with GRPO where it lives.
+    """Serve a model and train it with GRPO.
 
     \b
     Example:
@@ -27,35 +27,33 @@ def cli() -> None:
 
 
 def devices(command: Any) -> Any:
-    """The options of where engine and learner compute."""
+    """Add the options that assign GPUs to the engine and the learner."""
     for name in ("learner", "engine"):
-        text = f"GPUs of the {name}, such as 0,1.  [its own, of several]"
+        text = f"GPUs for the {name}, such as 0,1.  [assigned automatically]"
         command = click.option(f"--{name}-devices", metavar="GPUS", help=text)(command)
     return command
 
 
 @cli.command()
 @click.option("--base-model", metavar="M", help="Model to load: built-in name, directory, hub id.")
-@click.option(
-    "--engine", type=click.Choice(["auto", "vllm", "embedded"]), help="What samples.  [auto]"
-)
-@click.option("--quantization", type=click.Choice(["fp8"]), help="How frozen weights are held.")
+@click.option("--engine", type=click.Choice(ENGINES), help="Engine that samples.  [auto]")
+@click.option("--quantization", type=click.Choice(["fp8"]), help="Format of the frozen weights.")
 @click.option("--host", help="Address to listen on.  [127.0.0.1]")
 @click.option("--port", type=int, help="Port of the control API.  [7999]")
 @click.option("--openai-port", type=int, help="Port of the OpenAI API.  [8000]")
-@click.option("--state-dir", help="Where checkpoints and logs live.  [.art]")
+@click.option("--state-dir", help="Directory for checkpoints and logs.  [.art]")
 @devices
 @click.option("--nodes", type=int, metavar="N", help="Machines that train together.  [1]")
-@click.option("--nodes-host", metavar="HOST", help="Address to take engines of others on.")
-@click.option("--nodes-port", type=int, metavar="PORT", help="Its port.  [7998]")
+@click.option("--nodes-host", metavar="HOST", help="Address where other machines join.")
+@click.option("--nodes-port", type=int, metavar="PORT", help="Port where they join.  [7998]")
 @click.option(
     "--idle-minutes", type=click.FloatRange(0), metavar="MINUTES", help="Exit when idle this long."
 )
 @click.option("--exit-when-idle", type=float, hidden=True)  # older name of `--idle-minutes`
-@click.option("--max-hours", type=float, metavar="HOURS", help="Exit after so long.")
-@click.option("--require-key", is_flag=True, default=None, help="Ask for the key on loopback too.")
-@click.option("--config", "config_file", type=Path, metavar="YAML", help="Settings from a file.")
-@click.option("--env-file", type=Path, metavar="FILE", help="Variables from a file.  [.env]")
+@click.option("--max-hours", type=float, metavar="HOURS", help="Exit after this many hours.")
+@click.option("--require-key", is_flag=True, default=None, help="Require the key on loopback too.")
+@click.option("--config", "config_file", type=Path, metavar="YAML", help="Read settings from YAML.")
+@click.option("--env-file", type=Path, metavar="FILE", help="Read variables from FILE.  [.env]")
 def serve(
     config_file: Path | None,
     env_file: Path | None,
@@ -63,7 +61,7 @@ def serve(
     exit_when_idle: float | None,
     **flags: Any,
 ) -> None:
-    """Serve the control API and the OpenAI API, and train when asked.
+    """Serve the control API and the OpenAI API, and train on request.
 
     \b
     Example:
@@ -81,7 +79,7 @@ def serve(
     flags["exit_when_idle"] = exit_when_idle if idle_minutes is None else idle_minutes
     file: dict[str, Any] = {}
     if config_file:
-        load(ServerConfig, config_file)  # tells every fault with its line
+        load(ServerConfig, config_file)  # reports every fault with its line number
         file, _ = read_yaml(config_file)
     config = gather(ServerConfig, flags=flags, env_file=env_file, file=file)
     _require("fastapi", "uvicorn", "torch", "torchtune")
@@ -92,15 +90,20 @@ def serve(
 
 
 @cli.command()
-@click.option("--head", required=True, metavar="URL", help="Where the server takes engines.")
+@click.option("--head", required=True, metavar="URL", help="Where the server accepts machines.")
 @devices
-@click.option("--node-dir", metavar="DIR", help="Where LoRAs and logs live.  [.art/nodes]")
-@click.option("--patience", type=float, metavar="MINUTES", help="Exit without a head.  [30]")
-@click.option("--env-file", type=Path, metavar="FILE", help="Variables from a file.  [.env]")
+@click.option("--node-dir", metavar="DIR", help="Directory for LoRAs and logs.  [.art/nodes]")
+@click.option(
+    "--patience",
+    type=float,
+    metavar="MINUTES",
+    help="Exit when the server is unreachable this long.  [30]",
+)
+@click.option("--env-file", type=Path, metavar="FILE", help="Read variables from FILE.  [.env]")
 def engine(env_file: Path | None, **flags: Any) -> None:
-    """Sample on this machine for the server on another, and train with it.
+    """Join the server on another machine: sample for it and train with it.
 
-    Dials that server with ART_API_KEY; no port is opened here. It says what to run.
+    Connects to the server with ART_API_KEY and opens no port. The server decides what runs here.
 
     \b
     Example:
@@ -124,14 +127,14 @@ def engine(env_file: Path | None, **flags: Any) -> None:
     type=Path,
     required=True,
     metavar="YAML",
-    help="What to train and how.",
+    help="Config of the workflow and its training.",
 )
 @click.option(
     "--validation_dataset",
     "--validation-dataset",
     type=Path,
     metavar="FILE",
-    help="Examples that are measured, not trained on.",
+    help="Examples to evaluate on; they are never trained on.",
 )
 @click.option(
     "--validation_interval",
@@ -149,9 +152,9 @@ def engine(env_file: Path | None, **flags: Any) -> None:
     type=(str, str),
     multiple=True,
     metavar="NAME VALUE",
-    help="Set one value of the file; may be repeated.",
+    help="Override one value of the file; may be repeated.",
 )
-@click.option("--resume", is_flag=True, help="Go on where the run in the output directory ended.")
+@click.option("--resume", is_flag=True, help="Continue the run in the output directory.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def finetune(config_file: Path, as_json: bool, **options: Any) -> None:
     """Train an agent's model: sample, score and train, epoch by epoch.
@@ -168,7 +171,7 @@ def finetune(config_file: Path, as_json: bool, **options: Any) -> None:
     try:
         result = finetune(config_file, **options)
     except KeyboardInterrupt:
-        kit.cli.note("Stopped; the same command with `--resume` goes on from here")
+        kit.cli.note("Stopped; run the same command with `--resume` to continue")
         raise click.exceptions.Exit(130) from None
     if result is None:
         return
@@ -231,7 +234,7 @@ def models(state_dir: Path, as_json: bool) -> None:
 @state_dir
 @as_json
 def doctor(run: str | None, state_dir: Path, as_json: bool) -> None:
-    """Say why a RUN does not learn, the likeliest cause first; exits 1 if there is one.
+    """Report why RUN does not learn, likeliest cause first; exit 1 if there is a cause.
 
     \b
     Example:
@@ -249,22 +252,22 @@ def doctor(run: str | None, state_dir: Path, as_json: bool) -> None:
         click.echo(f"{finding.problem}\n  hint: {finding.hint}")
     if findings:
         raise SystemExit(1)
-    kit.cli.note(f"Nothing keeps `{examined.project}/{examined.name}` from learning")
+    kit.cli.note(f"Found no problem with `{examined.project}/{examined.name}`")
 
 
 @cli.command()
 @click.argument("checkpoint", type=click.Path(path_type=Path))
 @click.argument("output", type=click.Path(path_type=Path))
-@click.option("--base-model", metavar="M", help="Where the base model is, if not where it was.")
+@click.option("--base-model", metavar="M", help="Base model, if it is elsewhere now.")
 @click.option(
     "--dtype",
     type=click.Choice(["bfloat16", "float16", "float32"]),
     default="bfloat16",
     show_default=True,
-    help="Of the written weights.",
+    help="Data type of the exported weights.",
 )
 def export(checkpoint: Path, output: Path, base_model: str | None, dtype: str) -> None:
-    """Write CHECKPOINT, merged into its base model, to OUTPUT as a Hugging Face model.
+    """Merge CHECKPOINT into its base model and write it to OUTPUT as a Hugging Face model.
 
     \b
     Example:
@@ -280,20 +283,20 @@ def export(checkpoint: Path, output: Path, base_model: str | None, dtype: str) -
 
 def _log() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request to vLLM
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request to vLLM
     logging.getLogger("websockets").setLevel(logging.WARNING)
 
 
 def _require(*packages: str) -> None:
-    """Fail with a hint when a package is absent, without the cost of importing it."""
+    """Raise an error with a hint if a package is missing, without importing it."""
     import importlib.util
 
-    absent = [name for name in packages if importlib.util.find_spec(name) is None]
-    if absent:
-        names = ", ".join(f"`{name}`" for name in absent)
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        names = ", ".join(f"`{name}`" for name in missing)
         raise NotInstalled(
-            f"This needs {names}, not installed here",
-            hint="Run `scripts/install`, on a GPU machine `scripts/install --only cluster`",
+            f"This command needs {names}, which is not installed",
+            hint="Run `scripts/install`, or on a GPU machine `scripts/install --only cluster`",
         )
 
 

@@ -1,6 +1,6 @@
 """`ArtBackend`: an `art.Backend` for openpipe-art 0.5.18 that trains over HTTP.
 
-That release has no client for the control API any more; this is it:
+That release no longer has a client for the control API. This module provides one:
 
     backend = ArtBackend("http://127.0.0.1:7999")  # or `ART_BASE_URL`
     await model.register(backend)
@@ -20,15 +20,15 @@ from trainer.errors import BadRequest, Conflict, NotFound, NotReady, TrainerErro
 
 logger = logging.getLogger(__name__)
 
-# Training and loading take as long as they take; only a server that is not there is an error.
+# Training and loading may take any time; only a server that does not answer is an error.
 _TIMEOUT = httpx.Timeout(None, connect=10.0)
 
 
 class ArtBackend:
-    """Trains models of openpipe-art on a `trainer serve`, reached at its control port."""
+    """Train models of openpipe-art with `trainer serve`, through its control port."""
 
     def __init__(self, base_url: str | None = None, api_key: str | None = None) -> None:
-        """By default what `ART_BASE_URL` and `ART_API_KEY` say, as `launcher run` sets them."""
+        """The defaults are `ART_BASE_URL` and `ART_API_KEY`, which `launcher run` sets."""
         base_url = base_url or os.environ.get("ART_BASE_URL") or "http://127.0.0.1:7999"
         api_key = api_key or os.environ.get("ART_API_KEY")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -45,7 +45,7 @@ class ArtBackend:
         return base_url, api_key
 
     def _model_inference_name(self, model: Any, step: int | None = None) -> str:
-        """`NAME@STEP`. Without a step the newest one that this client has seen."""
+        """Return `NAME@STEP`. The default step is the newest that this client has seen."""
         newest = self._steps.get((model.project, model.name), 0)
         return f"{model.name}@{newest if step is None else step}"
 
@@ -55,21 +55,21 @@ class ArtBackend:
         return step
 
     def supports_automatic_train_step_metrics(self) -> bool:
-        """ART then adds `time/step_wall_s` to the metrics of each step that is logged."""
+        """Have ART add `time/step_wall_s` to the metrics of each logged step."""
         return True
 
     async def train(self, model: Any, trajectory_groups: Iterable[Any], **settings: Any) -> Any:
         """Train one step and return an `art.types.TrainResult`: the new step and mean metrics.
 
-        `settings` are those of ART's `LocalBackend.train`, and every field of `GrpoConfig`. One
-        that the server lacks is refused by its name.
+        `settings` are those of ART's `LocalBackend.train`, and all fields of `GrpoConfig`. The
+        server rejects a setting that it does not support, by name.
         """
         from art.types import TrainResult
 
         groups = list(trajectory_groups)
         verbose = bool(settings.pop("verbose", False))
         rows = [row async for row in self._train_model(model, groups, {}, settings, verbose)]
-        step = await self._moved(model)
+        step = await self._use_newest_step(model)
         return TrainResult(step=step, metrics=means(rows))
 
     def _train_model(
@@ -80,7 +80,7 @@ class ArtBackend:
         dev_config: Any,
         verbose: bool = False,
     ) -> AsyncIterator[dict[str, float]]:
-        """The rows of one step: what `model.train` of openpipe-art up to 0.5.17 calls."""
+        """Yield the rows of one step. `model.train` of openpipe-art up to 0.5.17 calls this."""
         body = {
             "model": _wire(model),
             "trajectory_groups": [group.model_dump(mode="json") for group in trajectory_groups],
@@ -98,7 +98,7 @@ class ArtBackend:
         dev_config: Any,
         verbose: bool = False,
     ) -> AsyncIterator[dict[str, float]]:
-        """Train on the assistants' turns of `trajectories`, one step in all; a row per batch."""
+        """Train one step on the assistant turns of `trajectories`; yield a row per batch."""
         body = {
             "model": _wire(model),
             "trajectories": [trajectory.model_dump(mode="json") for trajectory in trajectories],
@@ -107,10 +107,10 @@ class ArtBackend:
         }
         async for row in self._rows("/_train_sft", body):
             yield row
-        await self._moved(model)
+        await self._use_newest_step(model)
 
     async def _log(self, model: Any, trajectory_groups: list[Json], split: str) -> None:
-        """Have the server keep groups under the model's step, with their averages."""
+        """Have the server record groups and their averages under the model's step."""
         body = {"model": _wire(model), "trajectory_groups": trajectory_groups, "split": split}
         await self._post("/_log", body)
 
@@ -121,8 +121,8 @@ class ArtBackend:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def _moved(self, model: Any) -> int:
-        """Have the model sample its new weights, not those it was registered with."""
+    async def _use_newest_step(self, model: Any) -> int:
+        """Make the model sample from its newest weights, and return their step."""
         step = await self._get_step(model)
         model.inference_model_name = self._model_inference_name(model, step)
         return step
@@ -140,7 +140,7 @@ class ArtBackend:
             raise self._unreachable(exc) from exc
         except httpx.TransportError as exc:
             raise TrainerError(
-                f"The step was broken off: {str(exc) or type(exc).__name__}",
+                f"The connection broke during the step: {str(exc) or type(exc).__name__}",
                 hint="See the server's log, and train again",
             ) from exc
 
@@ -165,32 +165,33 @@ def _wire(model: Any) -> Json:
 
 
 def _plain(config: Any) -> Json:
-    """A config of ART's, which may be a model, a dict or None, without the nulls."""
+    """Return a config of ART's (a model, a dict or None) as a dict without nulls."""
     values = config.model_dump(mode="json") if hasattr(config, "model_dump") else config or {}
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _settings(given: Json) -> Json:
-    """Arguments of ART's `train` as the settings of a step; all others pass as they are."""
-    asked = dict(given)
-    if "adam_params" in asked:
-        asked["adam_params"] = _plain(asked["adam_params"])  # Tinker's are an object
-    if "loss_fn" in asked:
-        loss = asked.pop("loss_fn")
+def _settings(arguments: Json) -> Json:
+    """Translate arguments of ART's `train` to settings of a step; others pass unchanged."""
+    settings = dict(arguments)
+    if "adam_params" in settings:
+        settings["adam_params"] = _plain(settings["adam_params"])  # an object in Tinker
+    if "loss_fn" in settings:
+        loss = settings.pop("loss_fn")
         if loss not in ("cispo", "ppo"):
             raise Unsupported(f"`loss_fn` is `{loss}`", hint="Use `cispo` or `ppo`")
-        asked["ppo"] = loss == "ppo"
-    if (normalized := asked.pop("normalize_advantages", None)) is not None:
-        asked["scale_rewards"] = normalized  # ART's two names of one thing
-    if not asked.pop("save_checkpoint", True):
-        logger.warning("`save_checkpoint=False`: the server makes a checkpoint of every step")
-    return asked
+        settings["ppo"] = loss == "ppo"
+    if (normalized := settings.pop("normalize_advantages", None)) is not None:
+        settings["scale_rewards"] = normalized  # ART has two names for this setting
+    if not settings.pop("save_checkpoint", True):
+        logger.warning("`save_checkpoint=False`: the server saves a checkpoint of every step")
+    return settings
 
 
 def means(rows: list[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over the rows that have it."""
     names = sorted({name for row in rows for name in row})
-    found = {name: [row[name] for row in rows if name in row] for name in names}
-    return {name: sum(values) / len(values) for name, values in found.items()}
+    values = {name: [row[name] for row in rows if name in row] for name in names}
+    return {name: sum(each) / len(each) for name, each in values.items()}
 
 
 def _error(response: httpx.Response) -> TrainerError:
@@ -200,4 +201,4 @@ def _error(response: httpx.Response) -> TrainerError:
         error = response.json()["error"]
         return kinds.get(response.status_code, other)(error["message"], hint=error["hint"])
     except (ValueError, KeyError, TypeError):
-        return TrainerError(f"The server answered {response.status_code}: {response.text[:500]}")
+        return TrainerError(f"The server returned {response.status_code}: {response.text[:500]}")

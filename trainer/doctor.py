@@ -1,6 +1,6 @@
-"""`trainer doctor`: why is nothing learning? Reads a run's state and says what is wrong, in order.
+"""`trainer doctor`: find out why a run does not learn, from the metrics that the server logged.
 
-Each check looks at what the server logged per step and gives a finding, or nothing.
+Each check reads the history of the last steps and returns a finding or None.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kit.types import Json
 from trainer.runs import ModelRun
 
-RECENT = 10  # steps that count
+RECENT = 10  # steps to examine
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Finding:
 
 
 def examine(run: ModelRun) -> list[Finding]:
-    """What keeps `run` from learning, the likeliest cause first."""
+    """Return the problems that keep `run` from learning, likeliest cause first."""
     steps: dict[int, Json] = {}
-    for row in run.history():  # a step's canary is a line of its own
+    for row in run.history():  # a step's canary is logged as a separate line
         steps.setdefault(row.get("step", 0), {}).update(row)
     history = [row for row in steps.values() if "num_gradient_steps" in row][-RECENT:]
     if not history:
@@ -31,9 +31,9 @@ def examine(run: ModelRun) -> list[Finding]:
                 "Send trajectories with `backend.train(model, groups)`",
             )
         ]
-    found = [check(history) for check in _CHECKS]
-    faults = [Finding(fault, "Delete it; the step before it is used") for fault in run.damaged()]
-    return [finding for finding in found if finding] + faults
+    findings = [check(history) for check in _CHECKS]
+    damaged = [Finding(fault, "Delete it to use the step before it") for fault in run.damaged()]
+    return [finding for finding in findings if finding] + damaged
 
 
 def _mean(history: list[Json], name: str) -> float | None:
@@ -42,7 +42,7 @@ def _mean(history: list[Json], name: str) -> float | None:
 
 
 def _share(history: list[Json], part: str, whole: str, *, above: float) -> float | None:
-    """Of all `whole` the `part`, where that is `above` what is harmless."""
+    """Return the sum of `part` divided by the sum of `whole` if it is above `above`."""
     total = sum(row.get(whole, 0) for row in history)
     share = sum(row.get(part, 0) for row in history) / total if total else 0.0
     return share if share > above else None
@@ -53,8 +53,7 @@ def _retokenized(history: list[Json]) -> Finding | None:
     if each is None:
         return None
     return Finding(
-        f"{each:.2f} choices a trajectory were not sampled by this server, or came without "
-        "logprobs",
+        f"{each:.2f} choices per trajectory were not sampled by this server, or have no logprobs",
         "Send chats to this server's OpenAI port, and keep each `choice` with its logprobs",
     )
 
@@ -67,7 +66,7 @@ def _equal_rewards(history: list[Json]) -> Finding | None:
         return None
     return Finding(
         f"Only {1 - share:.0%} of the groups teach anything: in the others all rewards are equal",
-        "Grade more finely, raise `num_generations`, or choose scenarios that sometimes succeed",
+        "Grade more finely, raise `num_generations`, or choose examples that sometimes succeed",
     )
 
 
@@ -76,7 +75,7 @@ def _truncated(history: list[Json]) -> Finding | None:
     if each is None:
         return None
     return Finding(
-        f"{each:.2f} answers a trajectory were cut off by `max_tokens`",
+        f"{each:.2f} completions per trajectory were cut off by `max_tokens`",
         "Raise `max_tokens`, or reward short answers",
     )
 
@@ -86,7 +85,7 @@ def _too_long(history: list[Json]) -> Finding | None:
     if share is None:
         return None
     return Finding(
-        f"{share:.0%} of the trajectories are longer than `max_seq_length` and are left out",
+        f"{share:.0%} of the trajectories are longer than `max_seq_length` and are dropped",
         "Raise `max_seq_length` and `packed_sequence_length`, or shorten the conversations",
     )
 
@@ -97,8 +96,8 @@ def _stale(history: list[Json]) -> Finding | None:
         return None
     return Finding(
         f"The sampled tokens are far from the policy that trains on them (KL {gap:.2f})",
-        "Roll out under `NAME` or the base model's name, which follow the newest step, and train "
-        "at once on what was sampled",
+        "Sample from `NAME` or the base model's name, which follow the newest step, and train on "
+        "new trajectories immediately",
     )
 
 
@@ -107,8 +106,8 @@ def _canary(history: list[Json]) -> Finding | None:
     if difference is None or bound is None or difference <= bound:
         return None
     return Finding(
-        f"Engine and learner differ by {difference:.2f} a logprob on the canary",
-        "Restart the server: the engine may hold other weights than the learner",
+        f"Engine and learner differ by {difference:.2f} per logprob on the canary",
+        "Restart the server: engine and learner may have different weights",
     )
 
 
@@ -118,7 +117,7 @@ def _learning_rate(history: list[Json]) -> Finding | None:
         return None
     if rate < 1e-6:
         return Finding(
-            f"The learning rate is {rate:.1e}, too small for a LoRA to move",
+            f"The learning rate is {rate:.1e}, too small to change a LoRA",
             "Try `learning_rate` 1e-5 to 1e-4",
         )
     entropy = _mean(history, "loss/entropy")

@@ -1,4 +1,4 @@
-"""What can go wrong where the model is, named for what the user sees.
+"""Every error of the trainer and the harness, named for what the user sees.
 
 TrainerError
 ├── BadRequest         the client sent something we cannot use (HTTP 400)
@@ -64,7 +64,7 @@ class DiskFull(CheckpointError):
 
 
 class Diverged(TrainerError):
-    hint = "The run stands at its last checkpoint; lower `learning_rate` and train again"
+    hint = "The run is still at its last checkpoint; lower `learning_rate` and train again"
 
 
 class OutOfMemory(TrainerError):
@@ -77,7 +77,7 @@ class OutOfMemory(TrainerError):
 
 class NotReady(TrainerError):
     status = 503
-    hint = "Try again in a while; `/health` answers meanwhile"
+    hint = "Wait and try again; `/health` responds while the server starts"
 
 
 class WorkerDied(TrainerError):

@@ -1,7 +1,7 @@
-"""The exact tokens of a sampled choice, as they travel in its `art` from the ledger to the learner.
+"""The exact tokens of a sampled choice, which its field `art` carries from ledger to learner.
 
-Numbers go as arrays in base64: a step has hundreds of thousands, and written out as JSON they took
-longer than everything else that happens to a train request.
+Numbers are arrays in base64. A step has hundreds of thousands of them; as JSON numbers they took
+longer than everything else in a train request.
 """
 
 import binascii
@@ -15,25 +15,25 @@ from typing_extensions import Buffer
 from trainer.errors import BadRequest
 
 FIELD = "art"
-PREFIX = "token_id:"  # of a token that is named by its id, in logprobs
+PREFIX = "token_id:"  # marks a token in logprobs that is given by its id
 _TYPES = {"prompt_ids": "i", "completion_ids": "i", "logprobs": "d"}
 
 
 @dataclass(frozen=True)
 class ExactTokens:
-    """What one choice was sampled from, as and with."""
+    """The prompt, token ids and logprobs of one sampled choice."""
 
     prompt_ids: list[int]
     completion_ids: list[int]
     logprobs: list[float]
 
     def put(self, choice: dict[str, Any]) -> None:
-        """Write the tokens into `choice`, in place of its logprobs."""
+        """Write the tokens into `choice`, replacing its logprobs."""
         put(choice, *(array(kind, getattr(self, name)) for name, kind in _TYPES.items()))
 
 
 def put(choice: dict[str, Any], *arrays: Buffer) -> None:
-    """Write a choice's prompt, its completion and its logprobs into it."""
+    """Write the arrays of prompt ids, completion ids and logprobs into a choice."""
     choice.pop("logprobs", None)
     choice[FIELD] = {
         name: binascii.b2a_base64(numbers, newline=False).decode()
@@ -42,16 +42,16 @@ def put(choice: dict[str, Any], *arrays: Buffer) -> None:
 
 
 def take(choice: Mapping[str, Any]) -> ExactTokens | None:
-    """The tokens that `put` wrote into a choice, or None."""
-    found = choice.get(FIELD)
-    if not found:
+    """Return the tokens that `put` wrote into a choice, or None."""
+    fields = choice.get(FIELD)
+    if not fields:
         return None
     try:
-        return ExactTokens(**{name: _read(kind, found[name]) for name, kind in _TYPES.items()})
+        return ExactTokens(**{name: _read(kind, fields[name]) for name, kind in _TYPES.items()})
     except (KeyError, TypeError, ValueError) as exc:  # binascii's error is a ValueError
         raise BadRequest(
-            f"A choice has an `{FIELD}` that cannot be read: {exc!r}",
-            hint="Send choices as the server returned them",
+            f"A choice has an invalid `{FIELD}`: {exc!r}",
+            hint="Send choices unchanged, as the server returned them",
         ) from exc
 
 

@@ -1,4 +1,4 @@
-"""`trainer export`: a checkpoint's LoRA merged into its base model, as a Hugging Face directory."""
+"""`trainer export`: merge a checkpoint into its base model and write a Hugging Face directory."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ from trainer.policy.lora import read_lora_config
 from trainer.policy.weights import stored_tensors
 
 SHARD_BYTES = 4 << 30
-# What a Hugging Face model directory holds beside its weights.
+# Files of a Hugging Face model directory other than its weights.
 TEXTS = ("*.json", "*.jinja", "*.model", "*.txt")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -25,15 +25,15 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def export(
     checkpoint_path: Path, output: Path, *, base_model: str | None = None, dtype: str = "bfloat16"
 ) -> Path:
-    """Write the model of a checkpoint to the new directory `output` and return it.
+    """Write the model of a checkpoint to the new directory `output`, and return it.
 
-    The base model is the one the checkpoint names unless `base_model` is given (for example a
-    directory, when the checkpoint was trained from a hub id on another machine). `dtype` is
-    `float32`, `bfloat16` or `float16`; the sum is taken in fp32 and rounded once.
+    `base_model` defaults to the name in the checkpoint; give a directory if, for example, another
+    machine trained it from a hub id. `dtype` is `float32`, `bfloat16` or `float16`; LoRA and
+    weights are added in fp32 and rounded once.
     """
     manifest = checkpoint.verify(checkpoint_path)
     if output.exists():
-        raise Conflict(f"`{output}` exists already", hint="Give a new directory")
+        raise Conflict(f"`{output}` already exists", hint="Choose a new directory")
     directory = resolve(base_model or manifest["base_model"])
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
@@ -48,7 +48,7 @@ def export(
 
 
 def merged(directory: Path, checkpoint_path: Path) -> dict[str, Tensor]:
-    """The base model's tensors, those with a LoRA in fp32 with it added."""
+    """Return the base model's tensors; those with a LoRA are in fp32, with the LoRA added."""
     tensors = stored_tensors(directory)
     if (checkpoint_path / FULL).is_file():
         return tensors | read_tensors(checkpoint_path / FULL)
@@ -63,7 +63,7 @@ def merged(directory: Path, checkpoint_path: Path) -> dict[str, Tensor]:
         if weight is None or weight.shape != (high.shape[0], low.shape[1]):
             raise CheckpointError(
                 f"The LoRA in `{checkpoint_path / ADAPTER_CONFIG}` does not fit `{directory}`",
-                hint="Give the base model it was trained from with `--base-model`",
+                hint="Set `--base-model` to the model that it was trained from",
             )
         delta = lora.alpha / lora.rank * (high.float() @ low.float())
         tensors[f"{module}.weight"] = weight.float() + delta
@@ -96,7 +96,7 @@ def _write_shards(tensors: dict[str, Tensor], directory: Path, dtype: torch.dtyp
         file = "model.safetensors"
         if len(shards) > 1:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        # One shard at a time is converted, so that a large model needs little memory.
+        # Convert one shard at a time, so that a large model needs little memory.
         shard = {name: tensors[name].to(dtype).contiguous() for name in names}
         save_file(shard, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)

@@ -1,7 +1,7 @@
-"""Points of a step at which a test may kill the process that reaches them.
+"""Points of a step at which a fault test can kill the process.
 
-A file named like the point in the directory `ART_FAULTS` arms it, for one kill. Without that
-variable, as everywhere but in the fault tests, a point does nothing.
+A file with the point's name in the directory `ART_FAULTS` arms the point for one kill. Without
+that variable, which only the fault tests set, a point does nothing.
 """
 
 import os
@@ -9,6 +9,7 @@ import signal
 
 
 def reached(point: str) -> None:
+    """Kill this process if `point` is armed."""
     directory = os.environ.get("ART_FAULTS")
     if not directory:
         return

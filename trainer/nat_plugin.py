@@ -1,7 +1,7 @@
-"""NAT's plugin: gives `art.TrainableModel.train` back where openpipe-art has dropped it.
+"""A NAT plugin that restores `art.TrainableModel.train`, which openpipe-art has dropped.
 
-NVIDIA's NeMo Agent Toolkit 1.9 trains through `model.train(...)`, which openpipe-art 0.5.18 no
-longer has. NAT loads this module by its entry point, `nat.components`, before any workflow.
+NVIDIA's NeMo Agent Toolkit 1.9 trains with `model.train(...)`, which openpipe-art 0.5.18 no longer
+has. NAT loads this module through the entry point `nat.components`, before any workflow.
 """
 
 import logging
@@ -38,14 +38,14 @@ async def train(
 
 
 def install() -> None:
-    """Add `train` to `art.TrainableModel`, unless this openpipe-art has its own."""
+    """Add `train` to `art.TrainableModel`, unless this openpipe-art still has it."""
     try:
         from art import TrainableModel
     except ImportError:
-        return  # NAT without ART: there is nothing to give back
+        return  # NAT without ART
     if not hasattr(TrainableModel, "train"):
         TrainableModel.train = train
-        logger.debug("gave TrainableModel.train back to openpipe-art")
+        logger.debug("restored TrainableModel.train")
 
 
 install()

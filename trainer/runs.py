@@ -1,4 +1,4 @@
-"""What a state directory holds: its models, their checkpoints and their history. Reads only."""
+"""Read a state directory: its models, their checkpoints and their history. Writes nothing."""
 
 import contextlib
 import json
@@ -14,18 +14,19 @@ from trainer.errors import NotFound
 
 @dataclass(frozen=True)
 class ModelRun:
-    """One model's directory, `.art/PROJECT/models/NAME`."""
+    """One trained model, with its directory `.art/PROJECT/models/NAME`."""
 
     project: str
     name: str
     directory: Path
 
     def steps(self) -> list[int]:
-        """Steps on disk, lowest first, whole or not: nothing is hashed here."""
-        found = self.directory.glob(f"{CHECKPOINTS}/[0-9]*/{MANIFEST}")
-        return sorted(int(path.parent.name) for path in found)
+        """Return the steps on disk, lowest first, without checking their files."""
+        manifests = self.directory.glob(f"{CHECKPOINTS}/[0-9]*/{MANIFEST}")
+        return sorted(int(path.parent.name) for path in manifests)
 
     def damaged(self) -> list[str]:
+        """Check the files of every checkpoint, and describe each fault."""
         return [
             fault
             for step in self.steps()
@@ -38,26 +39,26 @@ class ModelRun:
         return (read_manifest(path) or {}).get("base_model")
 
     def history(self) -> list[Json]:
-        """One object a step, as the server logged them; a line cut off by a crash is left out."""
+        """Return the rows that the server logged, without lines that a crash cut off."""
         path = self.directory / HISTORY
         if not path.is_file():
             return []
-        found = []
+        rows = []
         for line in path.read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-        return found
+                rows.append(json.loads(line))
+        return rows
 
 
 def list_runs(state: Path) -> Iterator[ModelRun]:
-    """Every run under `state`, by project and name."""
+    """Yield every run under `state`, sorted by project and name."""
     for directory in sorted(state.glob(MODEL_GLOB)):
         if directory.is_dir():
             yield ModelRun(directory.parent.parent.name, directory.name, directory)
 
 
 def find_run(state: Path, name: str | None) -> ModelRun:
-    """The run called `name` (or `PROJECT/NAME`); without a name the only one, or the newest."""
+    """Return the newest run called `name` (or `PROJECT/NAME`), or the newest of all."""
     found = list(list_runs(state))
     if name is not None:
         found = [run for run in found if name in (run.name, f"{run.project}/{run.name}")]
@@ -65,6 +66,6 @@ def find_run(state: Path, name: str | None) -> ModelRun:
         what = f"no run `{name}`" if name else "no run"
         raise NotFound(
             f"There is {what} in `{state}`",
-            hint="Give the server's `--state-dir`, and see `trainer models` for what is there",
+            hint="Pass the server's `--state-dir`, and list its runs with `trainer models`",
         )
     return max(found, key=lambda run: run.directory.stat().st_mtime)

@@ -1,9 +1,9 @@
-"""Fakes for tests of agents: an engine that says what a script tells it to.
+"""A fake for testing agents: an engine that replies from a script.
 
     python -m trainer.testing script.json --port 7999 --openai-port 8000
 
-is `trainer serve` with such an engine: a small model cannot call tools, and an agent that does
-can be tested and trained all the same. The learner and everything else are real.
+runs `trainer serve` with this engine. A small model cannot call tools; with a script, an agent
+that needs tool calls can still be tested and trained. The learner and everything else are real.
 """
 
 import argparse
@@ -25,7 +25,7 @@ PIECE = 8  # tokens in one delta of a stream
 
 @dataclass
 class Rule:
-    """What to say to a prompt in which the pattern `when` is found: `replies`, in turn."""
+    """For prompts that match the regular expression `when`, give the `replies` in turn."""
 
     when: str
     replies: Sequence[str]
@@ -36,7 +36,7 @@ class Rule:
 
 
 class ScriptedEngine:
-    """Answers by the first rule that matches, and with the engine inside it where none does."""
+    """Reply with the first rule that matches; if none does, sample from the inner engine."""
 
     name = "scripted"
 
@@ -75,25 +75,25 @@ class ScriptedEngine:
                 yield delta
             return
         for index in range(request.n):
-            for delta in self._say(next(rule.turns), index, request):
+            for delta in self._reply(next(rule.turns), index, request):
                 yield delta
 
-    def _say(self, text: str, index: int, request: SampleRequest) -> list[Delta]:
+    def _reply(self, text: str, index: int, request: SampleRequest) -> list[Delta]:
         ids = [*self._tokenizer.encode(text), min(self._tokenizer.eos_ids)]
-        said = ids[: request.max_tokens]
-        size = PIECE if request.stream else len(said)
-        # What a policy that knows nothing would give to each.
+        kept = ids[: request.max_tokens]
+        size = PIECE if request.stream else len(kept)
+        # The logprob of each token under a uniform policy.
         logprob = -math.log(self._tokenizer.vocab_size)
         deltas = [
             Delta(
                 index,
-                token_ids=said[at : at + size],
-                logprobs=[logprob] * len(said[at : at + size]),
-                text=self._tokenizer.decode(said[at : at + size], skip_special_tokens=True),
+                token_ids=kept[start : start + size],
+                logprobs=[logprob] * len(kept[start : start + size]),
+                text=self._tokenizer.decode(kept[start : start + size], skip_special_tokens=True),
             )
-            for at in range(0, len(said), size)
+            for start in range(0, len(kept), size)
         ]
-        deltas[-1].finish_reason = "stop" if len(said) == len(ids) else "length"
+        deltas[-1].finish_reason = "stop" if len(kept) == len(ids) else "length"
         return deltas
 
 

@@ -69,7 +69,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
 
 def test_a_damaged_checkpoint_is_replaced_and_a_whole_one_never(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         save(tmp_path, 1)
     damage(tmp_path, 1)
     save(tmp_path, 1)

@@ -36,9 +36,9 @@ def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"data/retokenized": 4.0}, "0.50 choices a trajectory were not sampled"),
+        ({"data/retokenized": 4.0}, "0.50 choices per trajectory were not sampled"),
         ({"data/dropped_equal_rewards": 3.0}, "Only 25% of the groups teach anything"),
-        ({"data/step_num_truncated": 8.0}, "1.00 answers a trajectory were cut off"),
+        ({"data/step_num_truncated": 8.0}, "1.00 completions per trajectory were cut off"),
         ({"data/dropped_too_long": 2.0}, "25% of the trajectories are longer"),
         ({"loss/sampler_kl": 0.5}, "far from the policy"),
         ({"canary/logprob_difference": 1.0}, "Engine and learner differ by 1.00"),

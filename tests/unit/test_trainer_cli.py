@@ -109,7 +109,7 @@ def test_a_missing_extra_is_told_with_the_command_that_mends_it(tmp_path: Path) 
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
-    assert_told(result, "This needs `torch`, not installed here")
+    assert_told(result, "This command needs `torch`, which is not installed")
     assert "scripts/install --only cluster" in result.stderr
 
 
