@@ -1,7 +1,7 @@
-"""Stands in for `vllm serve` where vLLM cannot sleep, which is on every machine without a GPU.
+"""A stand-in for `vllm serve` on machines without a GPU, where vLLM cannot sleep.
 
-It knows the routes that a sleep needs, refuses everything else while it sleeps, as the real one
-would fail on memory that is gone, and writes down who was asked what.
+It has the routes that sleep mode needs, fails all other requests while it sleeps, as the real one
+would on freed memory, and logs every request with its process id.
 """
 
 import argparse
@@ -20,13 +20,13 @@ asleep = False
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         served = [{"id": name, "max_model_len": 2048} for name in ("base", *sorted(loras))]
-        self.answer(200, {"data": served} if self.path == "/v1/models" else {})
+        self.reply(200, {"data": served} if self.path == "/v1/models" else {})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        with Path(os.environ["FAKE_VLLM_ASKED"]).open("a") as file:
+        with Path(os.environ["FAKE_VLLM_REQUESTS"]).open("a") as file:
             print(os.getpid(), self.path, file=file)
-        self.answer(*self.act(body))
+        self.reply(*self.act(body))
 
     def act(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         global asleep
@@ -49,7 +49,7 @@ class Handler(BaseHTTPRequestHandler):
             return 200, {"choices": [{**choice, "finish_reason": "length"}]}
         return 200, {}
 
-    def answer(self, status: int, body: dict[str, Any]) -> None:
+    def reply(self, status: int, body: dict[str, Any]) -> None:
         self.send_response(status)
         self.send_header("content-type", "application/json")
         self.end_headers()
@@ -63,7 +63,7 @@ if os.environ.get("FAKE_VLLM_FAILS") == "start" and "--enable-sleep-mode" in sys
 parser = argparse.ArgumentParser()
 parser.add_argument("--uds", required=True)
 parser.add_argument("--enable-sleep-mode", action="store_true")
-given, _ = parser.parse_known_args()
-can_sleep = given.enable_sleep_mode and os.environ.get("VLLM_SERVER_DEV_MODE") == "1"
-with socketserver.ThreadingUnixStreamServer(given.uds, Handler) as server:
+arguments, _ = parser.parse_known_args()
+can_sleep = arguments.enable_sleep_mode and os.environ.get("VLLM_SERVER_DEV_MODE") == "1"
+with socketserver.ThreadingUnixStreamServer(arguments.uds, Handler) as server:
     server.serve_forever()

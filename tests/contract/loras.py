@@ -12,7 +12,7 @@ from trainer.policy.lora import peft_config
 
 
 def write_lora(directory: Path, *, seed: int, rank: int = 4) -> Path:
-    """A LoRA in PEFT form that changes every linear layer."""
+    """Write a LoRA in PEFT form that changes every linear layer."""
     random = np.random.RandomState(seed)
     dim, ffn = CONFIG["hidden_size"], CONFIG["intermediate_size"]
     kv_dim = CONFIG["num_key_value_heads"] * CONFIG["head_dim"]

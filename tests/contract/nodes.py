@@ -1,4 +1,4 @@
-"""A head in this process, and real `trainer engine` processes that dial it on loopback."""
+"""A head in this process, and real `trainer engine` processes that join it on loopback."""
 
 import asyncio
 import os
@@ -38,7 +38,7 @@ async def head(directory: Path) -> AsyncIterator[Replicas]:
 
 @contextmanager
 def node(replicas: Replicas, directory: Path, key: str = KEY) -> Iterator[subprocess.Popen[str]]:
-    """`trainer engine`, ended with the test if not before."""
+    """Run `trainer engine`, and kill it at the end."""
     command = [sys.executable, "-m", "trainer", "engine", "--node-dir", str(directory / "node")]
     with subprocess.Popen(
         [*command, "--head", f"http://127.0.0.1:{replicas.port}"],
@@ -52,10 +52,10 @@ def node(replicas: Replicas, directory: Path, key: str = KEY) -> Iterator[subpro
             process.kill()
 
 
-async def until(condition: Callable[[], Any]) -> None:
+async def wait_until(condition: Callable[[], Any]) -> None:
     while not condition():
         await asyncio.sleep(0.02)
 
 
-async def both(replicas: Replicas) -> None:
-    await until(lambda: len(replicas._ready) == 2)
+async def both_ready(replicas: Replicas) -> None:
+    await wait_until(lambda: len(replicas._ready) == 2)

@@ -1,4 +1,4 @@
-"""What the server relies on in every engine: one suite, run on each, and on both side by side."""
+"""Behaviour that the server relies on in every engine: one suite for all of them."""
 
 import asyncio
 import os
@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 
 from tests.contract.loras import write_lora
-from tests.contract.nodes import both, head, node
+from tests.contract.nodes import both_ready, head, node
 from tests.serving import vllm_python
 from trainer.base_model.resolve import resolve
 from trainer.engines.choose import vllm_program
@@ -23,7 +23,7 @@ from trainer.errors import BadRequest, Conflict, NotFound, Unsupported, WorkerDi
 from trainer.machines.replicas import Replicas
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-# Two implementations of the same fp32 arithmetic, over 24 tokens of a model of 4 layers.
+# Difference between two implementations of the same fp32 arithmetic: 24 tokens, 4 layers.
 BOUND = 1e-4
 PROMPT = [256, 257, *b"user\nhi", 258, 10, 257, *b"assistant\n"]
 PROMPTS = [PROMPT, [257, *b"user\nWhat is the capital of France?"], [*range(40, 120)], [7]]
@@ -58,14 +58,14 @@ async def engines(
 async def replicas(
     tmp_path_factory: pytest.TempPathFactory, art_cache: str
 ) -> AsyncIterator[Replicas]:
-    """Two embedded engines as one, the second in a `trainer engine`."""
+    """Two embedded engines that act as one; the second runs in `trainer engine`."""
     directory = tmp_path_factory.mktemp("replicas")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ART_CACHE", art_cache)
         patch.setenv("OMP_NUM_THREADS", "1")
         async with head(directory) as replicas:
             with node(replicas, directory):
-                await both(replicas)
+                await both_ready(replicas)
                 yield replicas
 
 
@@ -78,11 +78,11 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 
 @pytest.fixture(params=["embedded", "vllm"])
 def alone(engines: dict[str, Engine], request: pytest.FixtureRequest) -> Engine:
-    """An engine that no other takes the place of; for that see `test_replicas`."""
+    """An engine without replicas; `test_replicas` covers those."""
     return engines[request.param]
 
 
-async def test_of_many_loras_only_the_newest_stay_in_memory_and_all_are_served(
+async def test_few_loras_stay_in_memory_and_all_are_served(
     engines: dict[str, Engine], tmp_path: Path
 ) -> None:
     engine = engines["embedded"]
@@ -91,8 +91,10 @@ async def test_of_many_loras_only_the_newest_stay_in_memory_and_all_are_served(
     for seed, name in enumerate(names):
         await engine.load(name, write_lora(tmp_path / name, seed=seed))
     assert list(engine._loaded)[-KEPT:] == names[-KEPT:] and len(engine._loaded) == KEPT
-    ask = {"temperature": 0, "max_tokens": 8}
-    (first,), (last,) = [await sample(engine, lora=name, **ask) for name in (names[0], names[-1])]
+    request_settings = {"temperature": 0, "max_tokens": 8}
+    (first,), (last,) = [
+        await sample(engine, lora=name, **request_settings) for name in (names[0], names[-1])
+    ]
     assert first.logprobs != last.logprobs
     assert names[0] in engine._loaded and names[2] not in engine._loaded
     for name in names:
@@ -102,7 +104,7 @@ async def test_of_many_loras_only_the_newest_stay_in_memory_and_all_are_served(
 
 
 async def sample(engine: Engine, **request: Any) -> list[Delta]:
-    """Every choice, whole."""
+    """Return every choice as one delta."""
     choices: dict[int, Delta] = {}
     async for delta in engine.sample(SampleRequest(**{"prompt_ids": PROMPT, **request})):
         choices.setdefault(delta.index, Delta(delta.index)).extend(delta)
@@ -133,7 +135,7 @@ async def test_a_lora_changes_the_logprobs_alike_in_both_engines(
     for name, engine in engines.items():
         (base,) = await sample(engine, **request)
         await engine.load("both@1", path)
-        await engine.load("both@1", path)  # again is the same
+        await engine.load("both@1", path)  # repeating it changes nothing
         (found[name],) = await sample(engine, lora="both@1", **request)
         assert abs(found[name].logprobs[0] - base.logprobs[0]) > 100 * BOUND
         (again,) = await sample(engine, **request)
@@ -142,7 +144,7 @@ async def test_a_lora_changes_the_logprobs_alike_in_both_engines(
     assert max(differences(found["embedded"], found["vllm"])) < BOUND
 
 
-async def test_many_loras_stay_available_though_few_stay_loaded(
+async def test_every_lora_stays_available_though_few_stay_loaded(
     engine: Engine, tmp_path: Path
 ) -> None:
     paths = [write_lora(tmp_path / f"{step:04}", seed=step) for step in range(8)]
@@ -157,20 +159,20 @@ async def test_many_loras_stay_available_though_few_stay_loaded(
         assert again.logprobs == pytest.approx(first[step].logprobs, abs=BOUND)
 
 
-async def test_a_lora_that_vllm_holds_without_our_knowing_is_used(
+async def test_a_lora_that_a_cancelled_request_loaded_is_used(
     engines: dict[str, Engine], tmp_path: Path
 ) -> None:
     engine = engines["vllm"]
     assert isinstance(engine, VllmEngine)
     await engine.load("held@1", write_lora(tmp_path / "held", seed=5))
     (before,) = await sample(engine, lora="held@1", temperature=0, max_tokens=8)
-    del engine._loaded["held@1"]  # as a request leaves it that is cancelled while it loads
+    del engine._loaded["held@1"]  # the state after a request is cancelled while it loads
     (after,) = await sample(engine, lora="held@1", temperature=0, max_tokens=8)
     assert after.token_ids == before.token_ids
     await engine.unload("held@1")
 
 
-async def test_a_lora_that_is_not_there_is_refused(engine: Engine, tmp_path: Path) -> None:
+async def test_an_unknown_lora_is_rejected(engine: Engine, tmp_path: Path) -> None:
     with pytest.raises(NotFound, match="`nope@3`"):
         await sample(engine, lora="nope@3", max_tokens=1)
     await engine.load("gone@1", write_lora(tmp_path / "0001", seed=2))
@@ -180,7 +182,7 @@ async def test_a_lora_that_is_not_there_is_refused(engine: Engine, tmp_path: Pat
         await sample(engine, lora="gone@1", max_tokens=1)
 
 
-async def test_a_seed_repeats_and_another_does_not(engine: Engine) -> None:
+async def test_the_same_seed_repeats_and_another_does_not(engine: Engine) -> None:
     runs = [await sample(engine, seed=seed, max_tokens=16, n=3) for seed in (5, 5, 6)]
     tokens = [[choice.token_ids for choice in run] for run in runs]
     assert tokens[0] == tokens[1] != tokens[2]
@@ -188,7 +190,7 @@ async def test_a_seed_repeats_and_another_does_not(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
-async def test_a_stream_is_the_whole_answer_in_pieces(engine: Engine, temperature: float) -> None:
+async def test_a_stream_adds_up_to_the_whole_completion(engine: Engine, temperature: float) -> None:
     request = {"temperature": temperature, "seed": 3, "max_tokens": 12, "n": 2}
     whole = await sample(engine, **request)
     pieces = [
@@ -205,14 +207,14 @@ async def test_a_stream_is_the_whole_answer_in_pieces(engine: Engine, temperatur
         assert max(differences(one, other)) < BOUND
 
 
-async def test_logprobs_are_the_policys_whatever_the_sampling(engine: Engine) -> None:
-    async def first_tokens(n: int, **how: Any) -> dict[int, float]:
-        choices = await sample(engine, n=n, seed=1, max_tokens=1, **how)
+async def test_logprobs_are_the_policys_with_any_sampling_settings(engine: Engine) -> None:
+    async def first_tokens(n: int, **settings: Any) -> dict[int, float]:
+        choices = await sample(engine, n=n, seed=1, max_tokens=1, **settings)
         return {choice.token_ids[0]: choice.logprobs[0] for choice in choices}
 
     policy = await first_tokens(200)
-    for how in ({"temperature": 0.3}, {"temperature": 2.0}, {"top_p": 0.5}, {"top_k": 30}):
-        drawn = await first_tokens(64, **how)
+    for settings in ({"temperature": 0.3}, {"temperature": 2.0}, {"top_p": 0.5}, {"top_k": 30}):
+        drawn = await first_tokens(64, **settings)
         common = drawn.keys() & policy.keys()
         assert len(common) > 5
         assert all(abs(drawn[token] - policy[token]) < BOUND for token in common)
@@ -220,8 +222,8 @@ async def test_logprobs_are_the_policys_whatever_the_sampling(engine: Engine) ->
 
 async def test_top_k_of_one_and_a_tiny_top_p_are_greedy(engine: Engine) -> None:
     (greedy,) = await sample(engine, temperature=0, max_tokens=6)
-    for how in ({"top_k": 1}, {"top_p": 1e-6}):
-        (drawn,) = await sample(engine, max_tokens=6, seed=1, **how)
+    for settings in ({"top_k": 1}, {"top_p": 1e-6}):
+        (drawn,) = await sample(engine, max_tokens=6, seed=1, **settings)
         assert drawn.token_ids == greedy.token_ids
 
 
@@ -231,11 +233,11 @@ async def test_a_stop_string_ends_the_choice_and_is_not_in_its_text(
 ) -> None:
     request = {"seed": 11, "max_tokens": 64, "stream": stream}
     (free,) = await sample(engine, **request)
-    # A character that the choice says for the first time, some way in.
+    # The first new character after the ninth.
     at = next(
         i for i, c in enumerate(free.text) if i > 8 and c.isascii() and c not in free.text[:i]
     )
-    (stopped,) = await sample(engine, stop=("never said", free.text[at]), **request)
+    (stopped,) = await sample(engine, stop=("never sampled", free.text[at]), **request)
     assert stopped.text == free.text[:at]
     assert stopped.finish_reason == "stop"
     count = len(stopped.token_ids)
@@ -243,7 +245,7 @@ async def test_a_stop_string_ends_the_choice_and_is_not_in_its_text(
     assert len(stopped.logprobs) == count
 
 
-async def test_the_end_of_turn_is_a_token_and_no_text(engine: Engine, tmp_path: Path) -> None:
+async def test_the_end_of_turn_is_a_token_without_text(engine: Engine, tmp_path: Path) -> None:
     for seed in range(400):
         (choice,) = await sample(engine, seed=seed, max_tokens=40, n=1)
         if choice.finish_reason == "stop":
@@ -252,15 +254,15 @@ async def test_the_end_of_turn_is_a_token_and_no_text(engine: Engine, tmp_path: 
     assert "<|" not in choice.text
 
 
-async def test_a_choice_without_a_limit_ends_with_the_context(engine: Engine) -> None:
-    prompt = PROMPT * 84  # close to the 2,048 tokens that vLLM was given
+async def test_a_choice_ends_at_the_limit_of_the_context(engine: Engine) -> None:
+    prompt = PROMPT * 84  # close to vLLM's `max_model_len` of 2,048
     (choice,) = await sample(engine, prompt_ids=prompt[:2040], seed=1, max_tokens=8)
     assert choice.token_ids
     with pytest.raises(BadRequest, match="do not fit the context of"):
         await sample(engine, prompt_ids=prompt[:2040], max_tokens=9000)
 
 
-async def test_many_requests_at_once_give_what_each_gives_alone(engine: Engine) -> None:
+async def test_concurrent_requests_give_the_same_as_each_alone(engine: Engine) -> None:
     requests = [
         {"prompt_ids": PROMPTS[i % 4], "seed": i, "max_tokens": 6 + i, "temperature": 0.9}
         for i in range(12)
@@ -272,13 +274,13 @@ async def test_many_requests_at_once_give_what_each_gives_alone(engine: Engine) 
         assert max(differences(alone, choice)) < BOUND
 
 
-async def test_a_request_that_is_left_is_cancelled(engine: Engine) -> None:
+async def test_closing_a_request_early_cancels_it(engine: Engine) -> None:
     request = SampleRequest(prompt_ids=PROMPT, n=16, max_tokens=1500, stream=True)
     async with aclosing(engine.sample(request)) as deltas:  # type: ignore[type-var]
         async for _ in deltas:
             break
     task = asyncio.create_task(sample(engine, n=64, max_tokens=1500))
-    await asyncio.sleep(0.02)  # begun, and far from its end: a random model stops by chance
+    await asyncio.sleep(0.02)  # started, and far from its end: a random model stops by chance
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -286,7 +288,7 @@ async def test_a_request_that_is_left_is_cancelled(engine: Engine) -> None:
 
 
 async def idle(engine: Engine) -> bool:
-    """Whether nothing is sampled any more; vLLM says so itself, the other by answering at once."""
+    """Return whether nothing is being sampled: by vLLM's metrics, or by a quick reply."""
     if not isinstance(engine, VllmEngine):
         return bool(await sample(engine, max_tokens=1))
     for _ in range(600):
@@ -298,7 +300,9 @@ async def idle(engine: Engine) -> bool:
     return False
 
 
-async def test_vllm_refuses_by_name_what_would_break_the_server(engines: dict[str, Engine]) -> None:
+async def test_vllm_rejects_by_name_settings_that_would_break_the_server(
+    engines: dict[str, Engine],
+) -> None:
     for name in ("host", "port", "api_key", "enable_lora", "logprobs_mode", "served_model_name"):
         with pytest.raises(Unsupported, match=rf"`engine_args\.{name}`"):
             await engines["vllm"].configure({name: "x"})
@@ -306,18 +310,18 @@ async def test_vllm_refuses_by_name_what_would_break_the_server(engines: dict[st
         await engines["vllm"].configure({"max_model_len": 4096})
 
 
-async def test_vllm_is_not_started_again_for_what_it_does_anyway(
+async def test_vllm_does_not_restart_for_values_it_already_has(
     engines: dict[str, Engine],
 ) -> None:
     engine = engines["vllm"]
     assert isinstance(engine, VllmEngine)
     running = engine._process
-    asked = {"max_model_len": 2048, "enforce_eager": True, "tensor_parallel_size": 1}
-    await engine.configure(asked)
+    arguments = {"max_model_len": 2048, "enforce_eager": True, "tensor_parallel_size": 1}
+    await engine.configure(arguments)
     assert engine._process is running
 
 
-async def test_a_dead_engine_is_told_and_lives_again_with_its_loras(
+async def test_a_dead_engine_is_reported_and_restarts_with_its_loras(
     alone: Engine, tmp_path: Path
 ) -> None:
     engine = alone
@@ -327,7 +331,7 @@ async def test_a_dead_engine_is_told_and_lives_again_with_its_loras(
     (before,) = await sample(engine, **request)
     victim = process_of(engine)
     long = asyncio.create_task(sample(engine, max_tokens=1900, n=64))
-    await asyncio.sleep(0.05)  # begun, and far from its end: a random model stops by chance
+    await asyncio.sleep(0.05)  # started, and far from its end: a random model stops by chance
     os.kill(victim, signal.SIGKILL)
     with pytest.raises(WorkerDied, match=r"(The engine|vLLM).*killed"):
         await long
@@ -338,7 +342,7 @@ async def test_a_dead_engine_is_told_and_lives_again_with_its_loras(
 
 
 def process_of(engine: Engine) -> int:
-    """The process that samples: of vLLM, its engine core, whose death its API survives a while."""
+    """Return the process that samples; for vLLM its engine core, which its API briefly survives."""
     worker = engine._worker if isinstance(engine, EmbeddedEngine) else engine._process._process  # type: ignore[attr-defined]
     pid = int(worker.pid)
     while isinstance(engine, VllmEngine):
@@ -351,7 +355,7 @@ def process_of(engine: Engine) -> int:
     return pid
 
 
-async def test_vllm_that_cannot_start_says_why(tmp_path: Path) -> None:
+async def test_a_vllm_that_cannot_start_reports_why(tmp_path: Path) -> None:
     engine = VllmEngine(
         resolve("tiny-random"),
         program=vllm_program(vllm_python()),

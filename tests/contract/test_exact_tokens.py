@@ -1,4 +1,4 @@
-"""What is trained is what was sampled, token by token, where the chat template rewrites history."""
+"""The learner trains on exactly the sampled tokens, even if a chat template rewrites history."""
 
 import json
 import sqlite3
@@ -21,7 +21,7 @@ SCRIPT = [
     {"when": "Again", "replies": ["<think>more</think>Two", "<think>less</think>Three"]},
     {"when": "Begin", "replies": ["<think>hm</think>One", "<think>so</think>Uno"]},
 ]
-# As the templates of thinking models do: only the newest turn keeps its thoughts.
+# Like the templates of thinking models, keep the thoughts of the newest turn only.
 FORGETFUL = tiny_random.CHAT_TEMPLATE.replace(
     "(message.content or '')",
     "((message.content or '').split('</think>')[-1] if message.role == 'assistant' "
@@ -52,9 +52,9 @@ def thinking(tmp_path_factory: pytest.TempPathFactory, thinking_model: Path) -> 
 
 
 def rollout(server: Serving, reward: float) -> tuple[dict[str, Any], list[list[int]]]:
-    """A trajectory as frameworks send it, with what was sampled: prompt and completion ids.
+    """Return a trajectory as frameworks send it, and the sampled prompt and completion ids.
 
-    Like NAT's, it has no tools; its first choice has the ids, its second only the tokens' text.
+    Like NAT's, it has no tools. Its first choice has token ids, its second only their text.
     """
     messages: list[Any] = []
     turns: list[Any] = []
@@ -76,8 +76,8 @@ Rollouts = list[tuple[dict[str, Any], list[list[int]]]]
 
 
 def train(server: Serving, rollouts: Rollouts) -> tuple[list[list[int]], float]:
-    """The ids that the learner trained on, and how many choices it had to tokenise again."""
-    # A job whose end nobody asks for stays in the journal: what the learner was given is there.
+    """Return the ids that the learner trained on, and how many choices it tokenized again."""
+    # A job stays in the journal until a client reads its result, so its request can be read here.
     group = {"trajectories": [trajectory for trajectory, _ in rollouts]}
     job = {"model_id": "contract~exact", "trajectory_groups": [group]}
     created = httpx.post(f"{server.openai}/v1/preview/training-jobs", json=job, timeout=60)
@@ -108,12 +108,12 @@ def test_trained_ids_are_the_sampled_ids_though_the_template_drops_earlier_think
     rollouts = [rollout(thinking, reward) for reward in (0.0, 1.0)]
     sampled = [ids for _, turns in rollouts for ids in turns]
     second_turn = Tokenizer(thinking_model).decode(sampled[1])
-    assert "One" in second_turn and "hm" not in second_turn  # the template did drop it
+    assert "One" in second_turn and "hm" not in second_turn  # the template dropped it
     assert "look" in second_turn
     assert train(thinking, rollouts) == (sampled, 0)
 
 
-def test_without_the_ledger_they_would_not_be(thinking: Serving) -> None:
+def test_without_the_ledger_trained_ids_differ_from_sampled_ids(thinking: Serving) -> None:
     rollouts = [rollout(thinking, reward) for reward in (0.0, 1.0)]
     with sqlite3.connect(thinking.state / "ledger.db") as ledger:
         assert ledger.execute("DELETE FROM completions").rowcount >= 4

@@ -1,4 +1,4 @@
-"""Two learner processes over gloo, of one machine or of two, give the gradients of one."""
+"""Two learner processes over gloo, on one machine or on two, give the gradients of one."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ from trainer.processes.worker import Worker
 
 Row = dict[str, Any]
 LORA = {"rank": 2, "alpha": 4}
-# Three rows a gradient step: the second process has one of its two computed for nothing.
+# Three rows per gradient step: the second process computes one of its two rows as padding.
 CONFIG = {"packed_sequence_length": 48, "grad_accumulation_sequences": 3, "learning_rate": 1e-3}
 
 
@@ -40,8 +40,8 @@ def groups() -> list[dict[str, Any]]:
     return [{"trajectories": [trajectory() for _ in range(4)]} for _ in range(4)]
 
 
-async def begin(directory: Path, *arguments: str) -> tuple[Worker, asyncio.Task[None]]:
-    """A worker that is starting, with `directory` as its own place."""
+async def start_worker(directory: Path, *arguments: str) -> tuple[Worker, asyncio.Task[None]]:
+    """Start a worker with `directory` as its working directory; return its startup task too."""
     command = ["--base-model", "tiny-random", *arguments]
     worker = Worker("learner", MODULE, command, log=directory / "log")
     directory.mkdir()
@@ -55,11 +55,11 @@ async def begin(directory: Path, *arguments: str) -> tuple[Worker, asyncio.Task[
 async def train(
     worker: Worker, starting: asyncio.Task[None], agents: Sequence[int] | None = None
 ) -> list[Row]:
-    """Two steps in a real worker, with a bad request between them; the rows of both.
+    """Train two steps in a real worker, each followed by a bad request; return all rows.
 
-    One that is not alone has a world to look at; `agents` are those of its other machines.
+    `agents` are the torchrun agents of the other machines; None if the worker is a single process.
     """
-    checkpoints = "checkpoints"  # another machine would look for it in its own place
+    checkpoints = "checkpoints"  # relative to each machine's working directory
     try:
         await starting
         rows = []
@@ -77,7 +77,7 @@ async def train(
                     pass
         if agents is not None:
             assert worker.pid
-            is_torchruns_world([worker.pid, *agents])
+            assert_torchrun_world([worker.pid, *agents])
             with pytest.raises(Unsupported):
                 await worker.call("prepare", checkpoints="full", lora=None)
         return rows
@@ -85,25 +85,25 @@ async def train(
         await worker.stop()
 
 
-def is_torchruns_world(agents: Sequence[int]) -> None:
-    """Each agent of torchrun started its part of one world, which listens on loopback alone."""
+def assert_torchrun_world(agents: Sequence[int]) -> None:
+    """Check that each agent started its processes of one world, which listens only on loopback."""
     ranks = [rank for agent in agents for rank in children(agent)]
-    places = [environment(rank) for rank in ranks]
-    assert [place["RANK"] for place in places] == ["0", "1"]
+    environments = [environment(rank) for rank in ranks]
+    assert [place["RANK"] for place in environments] == ["0", "1"]
     shared = ["TORCHELASTIC_RUN_ID", "WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
-    worlds = [[place[name] for name in shared] for place in places]
+    worlds = [[place[name] for name in shared] for place in environments]
     assert worlds[0] == worlds[1]
     assert worlds[0][:4] == ["learner", "2", str(len(agents)), "127.0.0.1"]
-    heard = set().union(*(listens_at(pid) for pid in [*agents, *ranks]))
-    assert heard == {"127.0.0.1"}
+    addresses = set().union(*(listens_at(pid) for pid in [*agents, *ranks]))
+    assert addresses == {"127.0.0.1"}
 
 
-async def side_by_side(
+async def train_alone_and_together(
     tmp_path: Path, *arguments: str, agents: Sequence[int] = ()
 ) -> list[list[Row]]:
-    """The same steps in a worker alone, and in one with `arguments`."""
-    alone = await begin(tmp_path / "one")
-    together = await begin(tmp_path / "two", *arguments)
+    """Train the same steps in a single-process worker and in one with `arguments`."""
+    alone = await start_worker(tmp_path / "one")
+    together = await start_worker(tmp_path / "two", *arguments)
     return await asyncio.gather(train(*alone), train(*together, agents))
 
 
@@ -111,33 +111,33 @@ async def test_two_processes_give_the_gradients_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    one, two = await side_by_side(tmp_path, "--processes", "2")
-    same_gradients(one, two, tmp_path / "one", tmp_path / "two")
+    one, two = await train_alone_and_together(tmp_path, "--processes", "2")
+    assert_same_gradients(one, two, tmp_path / "one", tmp_path / "two")
 
 
-async def test_two_machines_give_the_gradients_of_one_that_is_alone(
+async def test_two_machines_give_the_gradients_of_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     master = f"127.0.0.1:{free_port()}"
     peers = Peers(tmp_path / "peers.log")
     (tmp_path / "elsewhere").mkdir()
-    with contextlib.chdir(tmp_path / "elsewhere"):  # where there is no checkpoint
+    with contextlib.chdir(tmp_path / "elsewhere"):  # has no checkpoints
         await peers.join("tiny-random", None, number=1, nodes=2, master=master)
         while not (tmp_path / "peers.log").exists():
             await asyncio.sleep(0.01)
     try:
         agent = child(os.getpid(), MODULE)
         world = ("--nodes", "2", "--master", master)
-        one, two = await side_by_side(tmp_path, *world, agents=[agent])
+        one, two = await train_alone_and_together(tmp_path, *world, agents=[agent])
     finally:
         await peers.stop()
-    same_gradients(one, two, tmp_path / "one", tmp_path / "two")
+    assert_same_gradients(one, two, tmp_path / "one", tmp_path / "two")
     assert "process 1 of 2 has joined" in (tmp_path / "peers.log").read_text()
     assert not any((tmp_path / "elsewhere").iterdir())
 
 
-CROWDED = """
+OUT_OF_MEMORY_IN_RANK_1 = """
 import os
 if os.environ.get("RANK") == "1":
     from trainer.errors import OutOfMemory
@@ -150,13 +150,13 @@ if os.environ.get("RANK") == "1":
 """
 
 
-async def test_one_process_without_room_is_the_worlds_lack_of_room(
+async def test_one_process_out_of_memory_is_reported_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "sitecustomize.py").write_text(CROWDED)
+    (tmp_path / "sitecustomize.py").write_text(OUT_OF_MEMORY_IN_RANK_1)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    worker, starting = await begin(tmp_path / "two", "--processes", "2")
+    worker, starting = await start_worker(tmp_path / "two", "--processes", "2")
     try:
         await starting
         stream = worker.stream(
@@ -169,11 +169,11 @@ async def test_one_process_without_room_is_the_worlds_lack_of_room(
         await worker.stop()
 
 
-async def test_a_lost_process_takes_its_world_with_it_and_is_named(
+async def test_a_killed_process_ends_all_others_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    worker, starting = await begin(tmp_path / "two", "--processes", "2")
+    worker, starting = await start_worker(tmp_path / "two", "--processes", "2")
     try:
         await starting
         assert worker.pid
@@ -192,13 +192,15 @@ async def test_a_lost_process_takes_its_world_with_it_and_is_named(
         await worker.stop()
 
 
-def same_gradients(one: list[Row], two: list[Row], alone_in: Path, together_in: Path) -> None:
+def assert_same_gradients(
+    one: list[Row], two: list[Row], alone_in: Path, together_in: Path
+) -> None:
     assert len(one) == len(two) > 4
     for alone, together in zip(one, two, strict=True):
         for name in alone.keys() - {"checkpoint", "dropped", "times"}:
             assert together[name] == pytest.approx(alone[name], rel=1e-4, abs=1e-6), name
     for step in ("0001", "0002"):
-        # AdamW's first moment is a sum of gradients.
+        # AdamW's first moment is a weighted sum of gradients.
         expected, found = (
             load_file(run / "checkpoints" / step / "optimizer.exp_avg.safetensors")
             for run in (alone_in, together_in)

@@ -1,4 +1,4 @@
-"""vLLM leaves the GPU it shares to the learner, and is there again at its next use."""
+"""vLLM frees the GPU it shares with the learner, and comes back at its next use."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ HAS_CUDA = any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 class Shared:
-    """Starts vLLM for a GPU that the learner is on too."""
+    """Starts vLLM on a GPU that it shares with the learner."""
 
     def __init__(self, directory: Path, real: bool) -> None:
         self.directory = directory
@@ -39,7 +39,7 @@ class Shared:
             arguments={
                 "gpu_memory_utilization": 0.1,
                 "max_model_len": 2048,
-                "enforce_eager": True,  # starts sooner
+                "enforce_eager": True,  # starts faster
                 **arguments,
             },
             shared=shared,
@@ -55,7 +55,7 @@ class Shared:
 async def vllm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> AsyncIterator[Shared]:
-    monkeypatch.setenv("FAKE_VLLM_ASKED", str(tmp_path / "asked"))
+    monkeypatch.setenv("FAKE_VLLM_REQUESTS", str(tmp_path / "requests"))
     shared = Shared(tmp_path, request.param == "real")
     yield shared
     for engine in shared.engines:
@@ -70,13 +70,15 @@ async def sample(engine: VllmEngine, lora: str | None = None) -> list[int]:
     return whole.token_ids
 
 
-async def test_it_ends_the_first_time_and_sleeps_from_then_on(vllm: Shared, tmp_path: Path) -> None:
+async def test_it_stops_the_first_time_and_sleeps_from_then_on(
+    vllm: Shared, tmp_path: Path
+) -> None:
     engine = await vllm.start()
     await engine.load("run@1", write_lora(tmp_path / "lora", seed=1))
     before = await sample(engine, "run@1")
     assert await engine.make_room() and not engine.running
-    assert await engine.make_room() and not engine.running  # as when the learner fails once more
-    assert await sample(engine, "run@1") == before  # started again, with its LoRA
+    assert await engine.make_room() and not engine.running  # the learner may fail twice
+    assert await sample(engine, "run@1") == before  # restarted, with its LoRA
     for _ in range(2):
         assert await engine.make_room() and engine.running and engine._process.asleep
         assert await engine.make_room()
@@ -84,13 +86,13 @@ async def test_it_ends_the_first_time_and_sleeps_from_then_on(vllm: Shared, tmp_
         assert not engine._process.asleep
 
 
-async def test_one_that_was_started_for_it_sleeps_at_once(vllm: Shared) -> None:
+async def test_a_vllm_started_with_sleep_mode_sleeps_the_first_time(vllm: Shared) -> None:
     engine = await vllm.start(enable_sleep_mode=True)
     assert await engine.make_room() and engine.running
     assert len(await sample(engine)) == 8
 
 
-async def test_a_lora_that_goes_meanwhile_is_unloaded_when_it_wakes(
+async def test_a_lora_unloaded_during_sleep_is_gone_after_waking(
     vllm: Shared, tmp_path: Path
 ) -> None:
     engine = await vllm.start(enable_sleep_mode=True)
@@ -108,7 +110,7 @@ async def test_a_lora_that_goes_meanwhile_is_unloaded_when_it_wakes(
     assert await sample(engine, "run@1")
 
 
-async def test_there_is_no_room_where_nothing_is_shared_or_sleep_is_forbidden(
+async def test_it_makes_no_room_on_its_own_gpu_or_if_sleep_is_disabled(
     vllm: Shared,
 ) -> None:
     alone = await vllm.start(shared=False)
@@ -118,7 +120,7 @@ async def test_there_is_no_room_where_nothing_is_shared_or_sleep_is_forbidden(
     assert not await forbidden.make_room() and forbidden.running
 
 
-async def test_one_that_died_in_its_sleep_is_started_again(vllm: Shared) -> None:
+async def test_a_vllm_that_dies_asleep_is_restarted(vllm: Shared) -> None:
     engine = await vllm.start(enable_sleep_mode=True)
     await engine.make_room()
     assert engine._process._process
@@ -127,10 +129,10 @@ async def test_one_that_died_in_its_sleep_is_started_again(vllm: Shared) -> None
     assert len(await sample(engine)) == 8
 
 
-async def test_one_that_does_not_start_for_it_is_started_without(
+async def test_a_vllm_that_cannot_start_with_sleep_mode_starts_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FAKE_VLLM_ASKED", str(tmp_path / "asked"))
+    monkeypatch.setenv("FAKE_VLLM_REQUESTS", str(tmp_path / "requests"))
     monkeypatch.setenv("FAKE_VLLM_FAILS", "start")
     engine = await Shared(tmp_path, real=False).start()
     try:
@@ -142,17 +144,17 @@ async def test_one_that_does_not_start_for_it_is_started_without(
 
 
 @pytest.mark.parametrize("fails", ["/sleep?level=1", "/wake_up"])
-async def test_one_that_does_not_sleep_or_wake_is_started_again(
+async def test_a_vllm_that_cannot_sleep_or_wake_is_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    monkeypatch.setenv("FAKE_VLLM_ASKED", str(tmp_path / "asked"))
+    monkeypatch.setenv("FAKE_VLLM_REQUESTS", str(tmp_path / "requests"))
     monkeypatch.setenv("FAKE_VLLM_FAILS", fails)
     vllm = Shared(tmp_path, real=False)
     engine = await vllm.start(enable_sleep_mode=True)
     try:
         assert await engine.make_room()
         assert len(await sample(engine)) == 8
-        lives = {line.split()[0] for line in (tmp_path / "asked").read_text().splitlines()}
-        assert len(lives) == 2
+        processes = {line.split()[0] for line in (tmp_path / "requests").read_text().splitlines()}
+        assert len(processes) == 2
     finally:
         await engine.stop()

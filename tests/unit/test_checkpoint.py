@@ -1,4 +1,4 @@
-"""Checkpoints appear whole or not at all, and a damaged one is never used."""
+"""Checkpoints appear complete or not at all, and a damaged one is never used."""
 
 import errno
 import logging
@@ -25,7 +25,7 @@ def damage(checkpoints: Path, step: int) -> None:
     path.write_bytes(path.read_bytes()[:-1] + b"X")
 
 
-def test_a_checkpoint_carries_its_sha256_and_what_it_is(tmp_path: Path) -> None:
+def test_a_checkpoint_has_a_manifest_with_its_step_and_sha256(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, 7, write, {"parent": 6})
     assert path == tmp_path / "0007"
     manifest = checkpoint.verify(path)
@@ -34,14 +34,14 @@ def test_a_checkpoint_carries_its_sha256_and_what_it_is(tmp_path: Path) -> None:
     assert [child.name for child in tmp_path.iterdir()] == ["0007"]
 
 
-def test_a_checkpoint_that_was_deleted_needs_no_sync(tmp_path: Path) -> None:
+def test_syncing_a_deleted_checkpoint_does_nothing(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, 7, write, {}, synced=False)
     checkpoint.sync(tmp_path / "0007")
     checkpoint.verify(tmp_path / "0007")
     checkpoint.sync(tmp_path / "0008")
 
 
-def test_steps_are_listed_without_temporaries_and_strangers(tmp_path: Path) -> None:
+def test_steps_are_listed_without_temporary_and_other_files(tmp_path: Path) -> None:
     assert checkpoint.list_steps(tmp_path / "none") == []
     assert checkpoint.latest(tmp_path / "none") is None
     save(tmp_path, 2, 0, 12345)
@@ -52,7 +52,7 @@ def test_steps_are_listed_without_temporaries_and_strangers(tmp_path: Path) -> N
     assert checkpoint.latest(tmp_path) == 12345
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+def test_a_damaged_checkpoint_is_logged_and_the_one_before_it_is_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path, 0, 1, 2)
@@ -67,7 +67,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
         checkpoint.verify(checkpoint.path_of(tmp_path, 9))
 
 
-def test_a_damaged_checkpoint_is_replaced_and_a_whole_one_never(tmp_path: Path) -> None:
+def test_only_a_damaged_checkpoint_is_replaced(tmp_path: Path) -> None:
     save(tmp_path, 1)
     with pytest.raises(CheckpointError, match="already exists"):
         save(tmp_path, 1)
@@ -76,7 +76,7 @@ def test_a_damaged_checkpoint_is_replaced_and_a_whole_one_never(tmp_path: Path) 
     assert checkpoint.latest(tmp_path) == 1
 
 
-def test_a_full_disk_leaves_the_steps_before_it(tmp_path: Path) -> None:
+def test_a_full_disk_keeps_earlier_steps(tmp_path: Path) -> None:
     save(tmp_path, 0)
 
     def fill(directory: Path) -> None:
@@ -88,14 +88,14 @@ def test_a_full_disk_leaves_the_steps_before_it(tmp_path: Path) -> None:
     assert [child.name for child in tmp_path.iterdir()] == ["0000"]
 
 
-def test_what_a_killed_process_left_is_cleaned(tmp_path: Path) -> None:
+def test_unfinished_checkpoints_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     save(tmp_path, 0)
     (tmp_path / ".0001-k1ll3d").mkdir()
     checkpoint.clean(tmp_path)
     assert [child.name for child in tmp_path.iterdir()] == ["0000"]
 
 
-def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
+def test_the_last_and_the_best_steps_are_kept(tmp_path: Path) -> None:
     save(tmp_path, 0, 1, 2, 3, 4)
     steps = checkpoint.list_steps(tmp_path)
     keep = checkpoint.steps_to_keep(steps, last=2, metrics={0: 0.5, 1: 0.9, 2: 0.1}, best=1)

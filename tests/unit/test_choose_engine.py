@@ -17,7 +17,7 @@ from trainer.processes.worker import Worker, gpu_environment
 
 
 @pytest.mark.parametrize(
-    ("cuda", "vllm", "asked", "expected"),
+    ("cuda", "vllm", "setting", "expected"),
     [
         (True, True, "auto", "vllm"),
         (True, False, "auto", "embedded"),
@@ -26,16 +26,16 @@ from trainer.processes.worker import Worker, gpu_environment
         (False, False, "vllm", "vllm"),
     ],
 )
-def test_auto_is_vllm_where_a_card_and_vllm_are_found(
-    monkeypatch: pytest.MonkeyPatch, cuda: bool, vllm: bool, asked: str, expected: str
+def test_auto_means_vllm_if_a_gpu_and_vllm_are_found(
+    monkeypatch: pytest.MonkeyPatch, cuda: bool, vllm: bool, setting: str, expected: str
 ) -> None:
     monkeypatch.setattr(choose, "has_cuda", lambda: cuda)
     monkeypatch.setattr(choose, "_is_installed", lambda _: vllm)
-    config = ServerConfig.model_validate({"engine": asked})
+    config = ServerConfig.model_validate({"engine": setting})
     assert choose.engine_kind(config) == expected
 
 
-def test_the_program_is_a_python_an_environment_or_a_vllm(tmp_path: Path) -> None:
+def test_the_vllm_setting_may_be_a_python_an_environment_or_a_program(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     for name in ("python", "vllm"):
         (tmp_path / "bin" / name).symlink_to(sys.executable)
@@ -48,20 +48,20 @@ def test_the_program_is_a_python_an_environment_or_a_vllm(tmp_path: Path) -> Non
         choose.vllm_program(f"{tmp_path}/nope")
 
 
-def test_vllm_that_is_not_installed_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_vllm_is_reported_with_a_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "_is_installed", lambda _: False)
     with pytest.raises(NotInstalled, match="needs `vllm`") as caught:
         choose.vllm_program(None)
     assert "ART_VLLM" in caught.value.hint
 
 
-def test_the_embedded_engine_takes_no_settings_of_vllm(tmp_path: Path) -> None:
+def test_the_embedded_engine_rejects_settings_of_vllm(tmp_path: Path) -> None:
     config = ServerConfig(engine="embedded", engine_args={"max_num_seqs": 4})
     with pytest.raises(ConfigError, match="`max_num_seqs`"):
         choose.create_engine(config, tmp_path, tmp_path)
 
 
-def test_fp8_is_for_vllm_on_a_card_and_reaches_learner_and_engine_alike(
+def test_fp8_needs_vllm_on_a_gpu_and_applies_to_both_engine_and_learner(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     config = ServerConfig(engine="vllm", quantization="fp8", vllm=sys.executable)
@@ -93,8 +93,8 @@ def test_fp8_is_for_vllm_on_a_card_and_reaches_learner_and_engine_alike(
         )
 
 
-async def test_a_worker_sees_only_the_gpus_it_was_given(tmp_path: Path) -> None:
-    # Of a process that says what it sees and ends, which its death then quotes.
+async def test_a_worker_sees_only_its_assigned_gpus(tmp_path: Path) -> None:
+    # The process prints the variable and exits; the error quotes its last line.
     (tmp_path / "seen.py").write_text("import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
     worker = Worker("learner", "seen", [], log=tmp_path / "log", environment=gpu_environment("2,3"))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(WorkerDied, match="2,3"):
@@ -103,13 +103,13 @@ async def test_a_worker_sees_only_the_gpus_it_was_given(tmp_path: Path) -> None:
     assert gpu_environment(None) == {}
 
 
-def test_devices_and_nodes_that_cannot_be_are_refused() -> None:
+def test_invalid_devices_and_nodes_are_rejected() -> None:
     for faulty in ({"engine_devices": "0,"}, {"learner_devices": "gpu0"}, {"nodes": 2}):
         with pytest.raises(ValueError, match=next(iter(faulty))):
             ServerConfig.model_validate(faulty)
 
 
-def test_settings_become_the_flags_of_vllm() -> None:
+def test_settings_become_flags_of_vllm() -> None:
     assert flags(
         {
             "gpu_memory_utilization": 0.5,
@@ -125,14 +125,14 @@ def test_settings_become_the_flags_of_vllm() -> None:
     ]
 
 
-def test_a_setting_that_would_break_the_server_is_refused_by_name() -> None:
+def test_a_setting_that_would_break_the_server_is_rejected_by_name() -> None:
     check({"tensor_parallel_size": 2, "max_model_len": 8192})
     for name in ("host", "uds", "enable_lora", "logprobs_mode", "no such-name"):
         with pytest.raises(Unsupported, match=rf"`engine_args\.{name}`"):
             check({name: 1})
 
 
-def test_the_rank_is_the_smallest_that_vllm_has_and_holds_the_lora() -> None:
+def test_the_rank_is_the_smallest_of_vllms_that_fits_the_lora() -> None:
     assert [rank_for(rank) for rank in (1, 8, 9, 64, 300)] == [8, 8, 16, 64, 320]
     with pytest.raises(Unsupported, match="513"):
         rank_for(513)

@@ -1,4 +1,4 @@
-"""The decoder samples from the very policy that is trained."""
+"""The decoder computes the same logits as the policy being trained."""
 
 import torch
 from torch import Tensor
@@ -9,11 +9,11 @@ from trainer.engines.decoder import Decoder
 from trainer.policy.model import Policy, load_lora, load_model, lora_state
 
 CPU = torch.device("cpu")
-GIVEN = torch.randint(260, (3, 20), generator=torch.Generator().manual_seed(0)).tolist()
+SEQUENCES = torch.randint(260, (3, 20), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 def load(lora: LoraConfig, dtype: torch.dtype = torch.float32) -> Policy:
-    """A policy with a LoRA that counts for something."""
+    """Load a policy whose LoRA is not zero."""
     policy = load_model(resolve("tiny-random"), lora=lora, dtype=dtype, device=CPU)
     torch.manual_seed(0)
     load_lora(
@@ -24,24 +24,24 @@ def load(lora: LoraConfig, dtype: torch.dtype = torch.float32) -> Policy:
 
 @torch.no_grad()
 def expected(policy: Policy, *sequences: list[int]) -> Tensor:
-    """The logits after each sequence, by the pass that training takes."""
+    """Return the logits after each sequence from the forward pass that training uses."""
     return torch.stack([policy.logits(policy.hidden(torch.tensor([s])))[0, -1] for s in sequences])
 
 
-def test_rows_that_join_and_leave_compute_what_they_compute_alone() -> None:
+def test_rows_that_join_and_leave_give_the_same_logits_as_alone() -> None:
     policy = load(LoraConfig())
     decoder = Decoder(policy)
     decoder.use_lora(policy.lora, lora_state(policy))
     cache = decoder.new_cache(4, 24)
-    # Row 1 holds a prompt of 12, row 0 one of 5; then both decode side by side.
-    a, b, c = GIVEN
+    # Row 1 holds a prompt of 12 tokens, row 0 one of 5; then both decode together.
+    a, b, c = SEQUENCES
     found = decoder.prefill([a[:12], b[:5]], [1, 0], cache)
     torch.testing.assert_close(found, expected(policy, a[:12], b[:5]), atol=1e-4, rtol=0)
     for turn in range(3):
         found = decoder.decode([b[5 + turn], a[12 + turn]], [5 + turn, 12 + turn], cache)
         alone = expected(policy, b[: 6 + turn], a[: 13 + turn])
         torch.testing.assert_close(found, alone, atol=1e-4, rtol=0)
-    # Row 1 moves to row 0 and is shared with row 2; a new prompt is put over the old one in row 1.
+    # Copy row 1 to rows 0 and 2; a new prompt overwrites the old one in row 1.
     cache.copy_row(1, [0, 2], 15)
     decoder.prefill([c[:7]], [1], cache)
     cache.resize(3, 48)
@@ -50,26 +50,32 @@ def test_rows_that_join_and_leave_compute_what_they_compute_alone() -> None:
     torch.testing.assert_close(found, alone, atol=1e-4, rtol=0)
 
 
-def test_a_lora_of_any_rank_and_targets_is_used_and_left_again() -> None:
+def test_a_lora_of_any_rank_and_targets_can_be_used_and_removed() -> None:
     lora = LoraConfig(rank=3, alpha=7, targets=("k_proj", "up_proj", "down_proj"))
     policy = load(lora)
     decoder = Decoder(policy)
     cache = decoder.new_cache(1, 24)
     decoder.use_lora(lora, lora_state(policy))
     torch.testing.assert_close(
-        decoder.prefill(GIVEN[:1], [0], cache), expected(policy, GIVEN[0]), atol=1e-4, rtol=0
+        decoder.prefill(SEQUENCES[:1], [0], cache),
+        expected(policy, SEQUENCES[0]),
+        atol=1e-4,
+        rtol=0,
     )
     decoder.use_lora(None, {})
     policy.set_lora_enabled(False)
     torch.testing.assert_close(
-        decoder.prefill(GIVEN[:1], [0], cache), expected(policy, GIVEN[0]), atol=1e-4, rtol=0
+        decoder.prefill(SEQUENCES[:1], [0], cache),
+        expected(policy, SEQUENCES[0]),
+        atol=1e-4,
+        rtol=0,
     )
 
 
-def test_in_bfloat16_it_differs_by_no_more_than_rounding() -> None:
+def test_bfloat16_differs_only_by_rounding() -> None:
     policy = load(LoraConfig(), torch.bfloat16)
     decoder = Decoder(policy)
     decoder.use_lora(policy.lora, lora_state(policy))
-    found = decoder.prefill(GIVEN, [0, 1, 2], decoder.new_cache(3, 24))
-    exact = expected(load(LoraConfig()), *GIVEN)
-    assert (found - exact).abs().mean() < 2 * (expected(policy, *GIVEN) - exact).abs().mean()
+    found = decoder.prefill(SEQUENCES, [0, 1, 2], decoder.new_cache(3, 24))
+    exact = expected(load(LoraConfig()), *SEQUENCES)
+    assert (found - exact).abs().mean() < 2 * (expected(policy, *SEQUENCES) - exact).abs().mean()

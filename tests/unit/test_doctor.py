@@ -34,7 +34,7 @@ def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"data/retokenized": 4.0}, "0.50 choices per trajectory were not sampled"),
         ({"data/dropped_equal_rewards": 3.0}, "Only 25% of the groups teach anything"),
@@ -46,10 +46,10 @@ def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
         ({"loss/entropy": 0.001}, "collapsed"),
     ],
 )
-def test_each_cause_is_named(tmp_path: Path, change: dict[str, float], says: str) -> None:
-    write(tmp_path, "run", HEALTHY | change, CANARY | change)  # as the server writes a step
+def test_each_cause_is_named(tmp_path: Path, change: dict[str, float], message: str) -> None:
+    write(tmp_path, "run", HEALTHY | change, CANARY | change)  # the two lines of a step
     (finding,) = examine(find_run(tmp_path, "run"))
-    assert says in finding.problem and finding.hint
+    assert message in finding.problem and finding.hint
 
 
 def test_the_likeliest_cause_comes_first(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_the_likeliest_cause_comes_first(tmp_path: Path) -> None:
     assert "were not sampled" in first.problem and "learning rate" in second.problem
 
 
-def test_a_run_without_steps_and_a_run_that_is_not_there_are_told(tmp_path: Path) -> None:
+def test_a_run_without_steps_and_a_missing_run_are_reported(tmp_path: Path) -> None:
     write(tmp_path, "new")
     (finding,) = examine(find_run(tmp_path, "new"))
     assert "has not trained a step yet" in finding.problem

@@ -1,4 +1,4 @@
-"""The embedded engine's batch, when the memory is less than its choices would take."""
+"""The batch of the embedded engine, also when memory is too small for all choices."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from trainer.engines.batching import cache_shape
 from trainer.engines.embedded_worker import EmbeddedWorker
 from trainer.errors import BadRequest
 
-ASK = {
+REQUEST = {
     "seed": 0,
     "lora": None,
     "temperature": 1.0,
@@ -39,7 +39,7 @@ class Script:
     def poll(self, *, wait: bool) -> Iterator[tuple[int, str, dict[str, Any]]]:
         calls, self._calls = self._calls, []
         for number, call in enumerate(calls):
-            yield number, "sample", {**ASK, **call}
+            yield number, "sample", {**REQUEST, **call}
 
     def send_row(self, call: int, row: dict[str, Any]) -> None:
         self.rows[call, row["index"]] = row
@@ -64,14 +64,14 @@ def sampled(calls: list[dict[str, Any]], budget: int | None) -> tuple[Any, Embed
     return script.rows, worker
 
 
-def test_choices_that_outgrow_the_memory_are_given_up_and_finished_later() -> None:
+def test_choices_that_outgrow_the_memory_are_dropped_and_finished_later() -> None:
     calls = [
         {"prompt_ids": [7, 8, 9] * (1 + number), "n": 4, "seed": number, "max_tokens": 60}
         for number in range(4)
     ]
     free, worker = sampled(calls, None)
     assert worker._cache.rows == 16
-    tight, worker = sampled(calls, 200)  # not four of the sixteen at their full lengths
+    tight, worker = sampled(calls, 200)  # holds fewer than 4 of the 16 at full length
     assert worker._cache.rows * worker._cache.length <= 200
     assert tight.keys() == free.keys() and len(tight) == 16
     for key, row in tight.items():
@@ -80,12 +80,12 @@ def test_choices_that_outgrow_the_memory_are_given_up_and_finished_later() -> No
         assert row["text"] == free[key]["text"]
 
 
-def test_one_choice_is_sampled_to_its_end_whatever_the_memory() -> None:
+def test_a_single_choice_is_finished_even_with_too_little_memory() -> None:
     (row,) = sampled([{"prompt_ids": [7], "n": 1, "seed": 0, "max_tokens": 50}], 8)[0].values()
     assert len(row["token_ids"]) == 50 or row["finish_reason"] == "stop"
 
 
-def test_a_long_choice_after_many_short_ones_does_not_multiply_with_them() -> None:
+def test_a_long_choice_does_not_keep_the_rows_of_many_short_ones() -> None:
     short = [{"prompt_ids": [7, 8], "n": 16, "seed": 0, "max_tokens": 4}]
     long = [{"prompt_ids": [7] * 300, "n": 1, "seed": 0, "max_tokens": 4}]
     worker = sampled(short + long, 16 * 310)[1]
@@ -94,7 +94,7 @@ def test_a_long_choice_after_many_short_ones_does_not_multiply_with_them() -> No
     assert (worker._cache.rows, worker._cache.length) == (1, 512)
 
 
-def test_a_cache_is_doubled_within_the_context_and_the_budget() -> None:
+def test_a_cache_grows_by_doubling_within_the_context_and_the_budget() -> None:
     assert cache_shape(5, 20, context=8192, budget=1 << 20) == (8, 256)
     assert cache_shape(5, 300, context=400, budget=1 << 20) == (8, 400)
     assert cache_shape(5, 300, context=8192, budget=2000) == (6, 333)
@@ -102,32 +102,39 @@ def test_a_cache_is_doubled_within_the_context_and_the_budget() -> None:
     assert cache_shape(1, 300, context=400, budget=100) == (1, 400)
 
 
-def test_a_batch_that_fails_ends_its_own_requests_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_batch_fails_only_its_own_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Script([{"prompt_ids": [number], "n": 40, "max_tokens": 5} for number in range(3)])
     worker = make_worker(script)
     decode, times = worker._decoder.decode, iter(range(99))
 
-    def failing(*given: Any) -> Any:
+    def failing(*arguments: Any) -> Any:
         if not next(times):
             raise RuntimeError("not this time")
-        return decode(*given)
+        return decode(*arguments)
 
     monkeypatch.setattr(worker._decoder, "decode", failing)
-    worker.run()  # 64 rows: all of the first, and of the second a part
+    worker.run()  # 64 rows: all of the first request and part of the second
     assert set(script.errors) == {0, 1} and "not this time" in str(script.errors[0])
     assert {call for call, _ in script.rows} == {2} and len(script.rows) == 40
 
 
-def test_a_lora_that_cannot_be_used_ends_its_own_request_only(tmp_path: Path) -> None:
-    ask = {"prompt_ids": [7, 8], "n": 1, "max_tokens": 8, "temperature": 0.0}
-    script = Script([{**ask, "lora": "good"}, {**ask, "lora": "bad"}, {**ask, "lora": "good"}, ask])
+def test_an_invalid_lora_fails_only_its_own_request(tmp_path: Path) -> None:
+    request = {"prompt_ids": [7, 8], "n": 1, "max_tokens": 8, "temperature": 0.0}
+    script = Script(
+        [
+            {**request, "lora": "good"},
+            {**request, "lora": "bad"},
+            {**request, "lora": "good"},
+            request,
+        ]
+    )
     worker = make_worker(script)
     worker._load("good", str(write_lora(tmp_path / "good", seed=1)))
     config, tensors = worker._loras["good"]
     (name, *_) = (name for name in tensors if "q_proj.lora_A" in name)
     worker._loras["bad"] = config, tensors | {name: tensors[name][:, :-1]}
     with pytest.raises(RuntimeError):
-        worker._decoder.use_lora(*worker._loras["bad"])  # before the request is in the batch
+        worker._decoder.use_lora(*worker._loras["bad"])  # fails before the request joins the batch
     worker._decoder.use_lora(None, {})
     worker.run()
     assert set(script.errors) == {1}
@@ -135,16 +142,16 @@ def test_a_lora_that_cannot_be_used_ends_its_own_request_only(tmp_path: Path) ->
     assert first == again != base
 
 
-def test_a_prompt_that_the_model_does_not_know_is_refused() -> None:
+def test_a_prompt_with_unknown_tokens_is_rejected() -> None:
     script = Script([{"prompt_ids": ids, "n": 1, "max_tokens": 5} for ids in ([], [7, 10**6])])
     make_worker(script).run()
     assert [type(error) for error in script.errors.values()] == [BadRequest, BadRequest]
 
 
-def test_a_lora_of_a_name_that_another_had_is_the_one_that_is_sampled(tmp_path: Path) -> None:
+def test_a_reused_lora_name_samples_from_the_new_weights(tmp_path: Path) -> None:
     def greedy(worker: EmbeddedWorker) -> list[float]:
-        ask = {**ASK, "prompt_ids": [7, 8], "n": 1, "max_tokens": 8, "temperature": 0.0}
-        script = Script([{**ask, "lora": "m@1"}])
+        request = {**REQUEST, "prompt_ids": [7, 8], "n": 1, "max_tokens": 8, "temperature": 0.0}
+        script = Script([{**request, "lora": "m@1"}])
         worker._rpc = script  # type: ignore[assignment]
         worker.run()
         return list(script.rows[0, 0]["logprobs"])

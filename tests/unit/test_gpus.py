@@ -1,4 +1,4 @@
-"""Who gets which GPU, where there are several."""
+"""How GPUs are divided between engine and learner."""
 
 import sys
 from pathlib import Path
@@ -17,7 +17,7 @@ QWEN, SMOL = (28, 4), (9, 3)
 
 
 @pytest.fixture
-def cards(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
+def gpu_count(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> int:
     names = [str(number) for number in range(request.param)]
     monkeypatch.setattr(gpus, "visible_gpus", lambda: names)
     return len(names)
@@ -31,7 +31,7 @@ def model(directory: Path, heads: tuple[int, int]) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("cards", "heads", "engine", "learner"),
+    ("gpu_count", "heads", "engine", "learner"),
     [
         (0, QWEN, None, None),
         (1, QWEN, None, None),
@@ -41,25 +41,25 @@ def model(directory: Path, heads: tuple[int, int]) -> Path:
         (8, QWEN, "0,1,2,3", "4,5,6,7"),
         (4, SMOL, "0", "1,2,3"),
     ],
-    indirect=["cards"],
+    indirect=["gpu_count"],
 )
-def test_engine_and_learner_have_gpus_of_their_own(
-    tmp_path: Path, cards: int, heads: tuple[int, int], engine: str | None, learner: str | None
+def test_engine_and_learner_get_separate_gpus(
+    tmp_path: Path, gpu_count: int, heads: tuple[int, int], engine: str | None, learner: str | None
 ) -> None:
     config = assign_gpus(ServerConfig(), model(tmp_path, heads), {}, multi_gpu_engine=True)
     assert (config.engine_devices, config.learner_devices) == (engine, learner)
-    assert gpus_are_shared(config) == (cards < 2)
+    assert gpus_are_shared(config) == (gpu_count < 2)
 
 
 @pytest.mark.parametrize(
-    ("given", "arguments", "engine", "learner"),
+    ("configured", "arguments", "engine", "learner"),
     [
         ({"engine_devices": "3"}, {}, "3", "0,1,2"),
         ({"learner_devices": "0"}, {}, "1,2", "0"),
         ({"engine_devices": "0,1,2,3"}, {}, "0,1,2,3", None),
         ({"learner_devices": "0,1,2,3"}, {}, None, "0,1,2,3"),
         ({"engine_devices": "0,1", "learner_devices": "1"}, {}, "0,1", "1"),
-        ({"engine_devices": "7"}, {}, "7", None),  # which card that is nobody knows
+        ({"engine_devices": "7"}, {}, "7", None),  # not one of the visible GPUs
         ({}, {"tensor_parallel_size": 1}, "0", "1,2,3"),
         ({}, {"tensor_parallel_size": 1, "pipeline_parallel_size": 3}, "0,1,2", "3"),
         ({}, {"tensor_parallel_size": 4}, None, None),
@@ -67,23 +67,23 @@ def test_engine_and_learner_have_gpus_of_their_own(
         ({"quantization": "fp8"}, {}, "0,1", "2"),
     ],
 )
-@pytest.mark.parametrize("cards", [4], indirect=True)
-def test_what_was_chosen_stands_and_leaves_the_rest_to_the_other(
+@pytest.mark.parametrize("gpu_count", [4], indirect=True)
+def test_configured_devices_stay_and_the_other_side_gets_the_rest(
     tmp_path: Path,
-    cards: int,
-    given: dict[str, str],
+    gpu_count: int,
+    configured: dict[str, str],
     arguments: dict[str, int],
     engine: str | None,
     learner: str | None,
 ) -> None:
-    config = ServerConfig.model_validate(given)
+    config = ServerConfig.model_validate(configured)
     config = assign_gpus(config, model(tmp_path, QWEN), arguments, multi_gpu_engine=True)
     assert (config.engine_devices, config.learner_devices) == (engine, learner)
 
 
-@pytest.mark.parametrize("cards", [4], indirect=True)
-def test_a_machine_that_only_samples_gives_all_to_its_engine(
-    tmp_path: Path, cards: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("gpu_count", [4], indirect=True)
+def test_a_machine_that_only_samples_gives_all_gpus_to_its_engine(
+    tmp_path: Path, gpu_count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(choose, "has_cuda", lambda: True)
     config = ServerConfig(engine="vllm", vllm=sys.executable)
@@ -97,7 +97,7 @@ def test_a_machine_that_only_samples_gives_all_to_its_engine(
 
 
 @pytest.mark.parametrize(
-    ("named", "found", "expected"),
+    ("variable", "found", "expected"),
     [
         (None, 0, []),
         (None, 2, ["0", "1"]),
@@ -109,14 +109,14 @@ def test_a_machine_that_only_samples_gives_all_to_its_engine(
         ("0,1", 0, []),
     ],
 )
-def test_cards_are_those_that_cuda_would_see(
-    monkeypatch: pytest.MonkeyPatch, named: str | None, found: int, expected: list[str]
+def test_visible_gpus_are_those_that_cuda_would_see(
+    monkeypatch: pytest.MonkeyPatch, variable: str | None, found: int, expected: list[str]
 ) -> None:
     nodes = [Path(f"/dev/nvidia{number}") for number in range(found)]
     monkeypatch.setattr(Path, "glob", lambda *_: iter(nodes))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    if named is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    if variable is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     assert visible_gpus() == expected
 
 
@@ -124,7 +124,7 @@ def test_cards_are_those_that_cuda_would_see(
     ("engine", "learner", "parallel", "memory"),
     [("0,1", "2,3", 2, 0.9), ("0", "1", None, 0.9), ("0,1", "1", 2, 0.5), (None, None, None, 0.5)],
 )
-def test_gpus_of_its_own_are_split_over_and_filled(
+def test_an_engine_with_its_own_gpus_uses_all_of_them_and_their_memory(
     engine: str | None, learner: str | None, parallel: int | None, memory: float
 ) -> None:
     shared = gpus_are_shared(ServerConfig(engine_devices=engine, learner_devices=learner))
@@ -143,9 +143,9 @@ def test_gpus_of_its_own_are_split_over_and_filled(
         {"pipeline_parallel_size": 2, "tensor_parallel_size": 1},
     ],
 )
-@pytest.mark.parametrize("cards", [4], indirect=True)
-def test_vllm_is_divided_over_as_many_as_it_was_given(
-    tmp_path: Path, cards: int, arguments: dict[str, int]
+@pytest.mark.parametrize("gpu_count", [4], indirect=True)
+def test_vllm_is_divided_over_all_of_its_gpus(
+    tmp_path: Path, gpu_count: int, arguments: dict[str, int]
 ) -> None:
     config = assign_gpus(ServerConfig(), model(tmp_path, QWEN), arguments, multi_gpu_engine=True)
     assert config.engine_devices
@@ -153,7 +153,7 @@ def test_vllm_is_divided_over_as_many_as_it_was_given(
     assert gpus_required(in_effect) == len(config.engine_devices.split(","))
 
 
-def test_more_gpus_than_the_engine_has_are_refused() -> None:
+def test_more_gpus_than_the_engine_has_are_rejected() -> None:
     check({"tensor_parallel_size": 2}, "0,1")
     with pytest.raises(Unsupported, match="over 4 GPUs, but the engine has `0,1`") as caught:
         check({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, "0,1")

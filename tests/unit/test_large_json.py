@@ -14,12 +14,12 @@ GROUPS = [
 
 
 @pytest.mark.parametrize("value", [{"params": {"groups": GROUPS}}, GROUPS, [], {}, 1.5, None, "x"])
-def test_the_pieces_are_what_json_dumps_gives(value: Any) -> None:
+def test_the_pieces_join_to_the_text_of_json_dumps(value: Any) -> None:
     assert "".join(encode_in_pieces(value)) == json.dumps(value)
     assert parse(json.dumps(value).encode()) == value
 
 
-@pytest.mark.parametrize("at_once", [0, 1 << 20])
+@pytest.mark.parametrize("limit", [0, 1 << 20])
 @pytest.mark.parametrize(
     "text",
     [
@@ -28,10 +28,10 @@ def test_the_pieces_are_what_json_dumps_gives(value: Any) -> None:
         *("", "{} x", "[1,]", "01", '"\n"', '{"a"'),
     ],
 )
-def test_both_parsers_read_and_refuse_what_json_loads_does(
-    text: str, at_once: int, monkeypatch: pytest.MonkeyPatch
+def test_both_parsers_accept_and_reject_the_same_texts_as_json_loads(
+    text: str, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "FAST_PARSE_LIMIT", at_once)
+    monkeypatch.setattr(module, "FAST_PARSE_LIMIT", limit)
     for encoding in ("utf-8", "utf-8-sig", "utf-16"):
         body = text.encode(encoding)
         try:
@@ -43,6 +43,6 @@ def test_both_parsers_read_and_refuse_what_json_loads_does(
             assert repr(parse(body)) == repr(expected)
 
 
-def test_trajectories_are_apart_and_tokens_are_not() -> None:
-    made = list(encode_in_pieces({"groups": GROUPS}))
-    assert "[1, 2]" in made and not any("null" in piece and "0.5" in piece for piece in made)
+def test_trajectories_are_separate_pieces_and_tokens_are_not() -> None:
+    pieces = list(encode_in_pieces({"groups": GROUPS}))
+    assert "[1, 2]" in pieces and not any("null" in piece and "0.5" in piece for piece in pieces)

@@ -1,4 +1,4 @@
-"""No process of vLLM outlives the server, however that ends."""
+"""No vLLM process outlives the server, however the server ends."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# A server that starts, through the leader, a program with a child of its own that ignores SIGTERM.
+# A server that starts a program through the group leader; the program's child ignores SIGTERM.
 SERVER = """
 import subprocess, sys, time
 program = "(trap '' TERM; exec sleep 300) & echo $! > child; mv child started; wait"
@@ -20,7 +20,7 @@ time.sleep(300)
 """
 
 
-def until(condition: object) -> None:
+def wait_until(condition: object) -> None:
     while not condition():  # type: ignore[operator]
         time.sleep(0.05)
 
@@ -28,7 +28,7 @@ def until(condition: object) -> None:
 def is_alive(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:  # also when it ends while it is read
+    except OSError:  # it may end while the file is being read
         return False
     return state != "Z"
 
@@ -38,23 +38,23 @@ def is_alive(pid: int) -> bool:
 def test_the_whole_group_ends_with_the_server(tmp_path: Path, ending: str) -> None:
     server = subprocess.Popen([sys.executable, "-c", SERVER], cwd=tmp_path)
     try:
-        until((tmp_path / "started").exists)
+        wait_until((tmp_path / "started").exists)
         grandchild = int((tmp_path / "started").read_text())
         assert is_alive(grandchild)
         if ending == "leader terminated":
             os.kill(int((tmp_path / "leader").read_text()), signal.SIGTERM)
         else:
             server.send_signal(signal.SIGKILL if "killed" in ending else signal.SIGTERM)
-        until(lambda: not is_alive(grandchild))
+        wait_until(lambda: not is_alive(grandchild))
     finally:
         server.kill()
         server.wait()
 
 
 @pytest.mark.timeout(60)
-def test_what_the_program_leaves_behind_ends_with_it() -> None:
+def test_processes_that_the_program_leaves_behind_end_with_it() -> None:
     program = "(trap '' TERM; exec sleep 300) & echo $!; exit 3"
     command = [sys.executable, "-m", "trainer.processes.process_group", "bash", "-c", program]
     leader = subprocess.run(command, start_new_session=True, capture_output=True, text=True)
     assert "ended with code 3" in leader.stderr
-    until(lambda: not is_alive(int(leader.stdout)))
+    wait_until(lambda: not is_alive(int(leader.stdout)))

@@ -11,12 +11,12 @@ def draw(sampling: Sampling, uniform: float) -> int:
     return choose(LOGITS, [sampling], [uniform])[0][0]
 
 
-def test_tokens_are_drawn_by_their_share_of_the_unit_interval() -> None:
+def test_tokens_are_drawn_in_proportion_to_their_probability() -> None:
     shares = [draw(Sampling(), (i + 0.5) / 800) for i in range(800)]
     assert [shares.count(token) for token in range(3)] == [100, 200, 500]
 
 
-def test_the_logprob_is_that_of_the_policy_whatever_the_temperature() -> None:
+def test_the_logprob_is_the_policys_at_any_temperature() -> None:
     for sampling in (Sampling(), Sampling(temperature=0.3), Sampling(top_k=1), Sampling(top_p=0.1)):
         (token,), (logprob,) = choose(LOGITS, [sampling], [0.99])
         assert token == 2
@@ -31,11 +31,11 @@ def test_top_p_keeps_the_smallest_set_that_fills_it_and_top_k_the_k_likeliest() 
     uniforms = [u / 100 for u in range(100)]
     assert {draw(Sampling(top_p=0.6), u) for u in uniforms} == {2}
     assert {draw(Sampling(top_p=0.7), u) for u in uniforms} == {1, 2}
-    assert {draw(Sampling(top_p=1e-50), u) for u in uniforms} == {2}  # no float32 is so small
+    assert {draw(Sampling(top_p=1e-50), u) for u in uniforms} == {2}  # rounds to zero in float32
     assert {draw(Sampling(top_k=2), u) for u in uniforms} == {1, 2}
 
 
-def test_rows_are_sampled_each_in_its_own_way() -> None:
+def test_each_row_has_its_own_sampling_settings() -> None:
     logits = LOGITS.repeat(3, 1)
     samplings = [Sampling(), Sampling(temperature=0), Sampling(top_k=2)]
     assert choose(logits, samplings, [0.0, 0.0, 0.0])[0] == [0, 2, 1]
@@ -47,18 +47,20 @@ def test_an_impossible_token_is_never_drawn_and_its_logprob_is_finite() -> None:
     assert tokens == [1] and logprobs == [0.0]
 
 
-def test_a_large_vocabulary_is_drawn_from_by_the_same_shares() -> None:
+def test_a_large_vocabulary_is_sampled_in_proportion_too() -> None:
     weights = torch.rand(1, 1000, generator=torch.Generator().manual_seed(0))
-    weights[:, 300:700] = 0  # a whole block of impossible tokens, and the ends of two
+    weights[:, 300:700] = 0  # impossible tokens: one whole block, and parts of two others
     borders = weights.double().cumsum(-1)[0] / weights.double().sum()
     for number in range(500):
         uniform = (number + 0.5) / 500
         (token,), _ = choose(weights.log(), [Sampling()], [uniform])
         assert weights[0, token] > 0
-        assert abs(token - int(torch.searchsorted(borders, uniform))) <= 1  # a border may round
+        assert (
+            abs(token - int(torch.searchsorted(borders, uniform))) <= 1
+        )  # a border may round to its neighbour
 
 
-def test_the_last_possible_token_is_drawn_at_the_very_end_of_the_interval() -> None:
+def test_the_largest_uniform_draws_the_last_possible_token() -> None:
     logits = torch.full((1, 600), float("-inf"))
     logits[:, 255:257] = 0.0
     assert choose(logits, [Sampling()], [1 - 2**-53])[0] == [256]

@@ -12,15 +12,15 @@ def tokenizer() -> Tokenizer:
 
 def pieces(tokenizer: Tokenizer, text: str, stop: tuple[str, ...] = ()) -> list[str]:
     stream = TextStream(tokenizer, stop)
-    given = []
+    returned = []
     for token in tokenizer.encode(text):
-        given.append(stream.add(token))
+        returned.append(stream.add(token))
         if stream.stopped:
             break
-    return [*given, stream.finish()]
+    return [*returned, stream.finish()]
 
 
-def test_a_character_of_several_bytes_is_given_out_whole(tokenizer: Tokenizer) -> None:
+def test_a_character_of_several_bytes_is_returned_whole(tokenizer: Tokenizer) -> None:
     assert pieces(tokenizer, "aé€") == ["a", "", "é", "", "", "€", ""]
 
 
@@ -28,13 +28,13 @@ def test_text_ends_before_the_first_stop_string(tokenizer: Tokenizer) -> None:
     assert "".join(pieces(tokenizer, "one two END three", ("END", "three"))) == "one two "
 
 
-def test_no_part_of_a_stop_string_is_given_out_before_it_is_certain(tokenizer: Tokenizer) -> None:
-    given = pieces(tokenizer, "aENxEND", ("END",))
-    assert "".join(given) == "aENx"
-    assert given[:3] == ["", "", "a"]
+def test_no_part_of_a_stop_string_is_returned_too_early(tokenizer: Tokenizer) -> None:
+    returned = pieces(tokenizer, "aENxEND", ("END",))
+    assert "".join(returned) == "aENx"
+    assert returned[:3] == ["", "", "a"]
 
 
-def test_an_unfinished_character_shows_as_a_replacement(tokenizer: Tokenizer) -> None:
+def test_an_incomplete_character_becomes_a_replacement(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer)
     assert stream.add(tokenizer.encode("é")[0]) == ""
     assert stream.finish() == "\ufffd"

@@ -1,4 +1,4 @@
-"""Bad input on the command line: one sentence, a hint, the right exit code, no traceback."""
+"""Bad input on the command line gives one sentence, a hint and an exit code; no traceback."""
 
 import os
 import subprocess
@@ -23,34 +23,34 @@ def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedP
     )
 
 
-def assert_told(result: subprocess.CompletedProcess[str], says: str, code: int = 1) -> None:
+def assert_reported(result: subprocess.CompletedProcess[str], message: str, code: int = 1) -> None:
     assert result.returncode == code, result.stderr
-    assert says in result.stderr
+    assert message in result.stderr
     assert "Traceback" not in result.stderr and result.stdout == ""
     if code == 1:
         first, _, hint = result.stderr.partition("\n\nhint: ")
         assert first.startswith("error: ") and hint.strip()
 
 
-def test_every_fault_of_a_config_file_is_told_with_its_line(tmp_path: Path) -> None:
+def test_every_fault_of_a_config_file_is_reported_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "serve.yaml").write_text("prot: 7623\nlora:\n  rank: big\n")
     result = run("serve", "--config", "serve.yaml", cwd=tmp_path)
-    assert_told(result, "line 1: `prot` is not a setting, did you mean `port`?")
+    assert_reported(result, "line 1: `prot` is not a setting, did you mean `port`?")
     assert "line 3: `lora.rank`" in result.stderr
 
 
 @pytest.mark.parametrize("flag", ["--config", "--env-file"])
-def test_an_absent_file_is_told(tmp_path: Path, flag: str) -> None:
-    assert_told(run("serve", flag, "nope", cwd=tmp_path), "`nope`")
+def test_a_missing_file_is_reported(tmp_path: Path, flag: str) -> None:
+    assert_reported(run("serve", flag, "nope", cwd=tmp_path), "`nope`")
 
 
 def test_a_wrong_type_on_the_command_line_is_a_usage_error(tmp_path: Path) -> None:
-    assert_told(run("serve", "--port", "many", cwd=tmp_path), "'many'", code=2)
+    assert_reported(run("serve", "--port", "many", cwd=tmp_path), "'many'", code=2)
 
 
-def test_a_variable_of_the_wrong_type_is_told(tmp_path: Path) -> None:
+def test_a_variable_of_the_wrong_type_is_reported(tmp_path: Path) -> None:
     result = run("serve", cwd=tmp_path, ART_MAX_HOURS="long")
-    assert_told(result, "`max_hours`")
+    assert_reported(result, "`max_hours`")
 
 
 @pytest.mark.parametrize("flag", ["--idle-minutes", "--exit-when-idle"])
@@ -65,31 +65,31 @@ def test_both_names_of_the_idle_flag_set_the_same_field(
     assert [config.exit_when_idle for config in served] == [4, 9]
 
 
-def test_both_names_of_the_idle_flag_together_are_refused(tmp_path: Path) -> None:
+def test_both_names_of_the_idle_flag_together_are_rejected(tmp_path: Path) -> None:
     result = run("serve", "--idle-minutes", "4", "--exit-when-idle", "0", cwd=tmp_path)
-    assert_told(result, "`--exit-when-idle` is the older name of `--idle-minutes`", code=2)
+    assert_reported(result, "`--exit-when-idle` is the older name of `--idle-minutes`", code=2)
 
 
-def test_listening_to_the_world_without_a_key_is_refused(tmp_path: Path) -> None:
+def test_listening_on_a_public_address_requires_a_key(tmp_path: Path) -> None:
     result = run("serve", "--host", "0.0.0.0", cwd=tmp_path)
-    assert_told(result, "Refusing to listen on `0.0.0.0` without a key")
+    assert_reported(result, "Refusing to listen on `0.0.0.0` without a key")
     result = run("serve", "--nodes-host", "127.0.0.1", cwd=tmp_path)
-    assert_told(result, "Refusing to accept engines on `127.0.0.1` without a key")
+    assert_reported(result, "Refusing to accept engines on `127.0.0.1` without a key")
     result = run("engine", "--head", "http://127.0.0.1:9", cwd=tmp_path)
-    assert_told(result, "The head requires a key")
+    assert_reported(result, "The head requires a key")
 
 
-def test_a_head_that_never_comes_is_given_up(tmp_path: Path) -> None:
+def test_an_unreachable_head_ends_the_engine(tmp_path: Path) -> None:
     head = ("--head", "http://127.0.0.1:9", "--patience", "0.0001")
     result = run("engine", *head, cwd=tmp_path, ART_API_KEY="sesame")
     assert result.returncode == 1
     assert "error: The head `http://127.0.0.1:9` was unreachable for 0.0001 minutes" in (
         result.stderr
     )
-    assert_told(run("engine", "--head", "nowhere", cwd=tmp_path), "`head`")
+    assert_reported(run("engine", "--head", "nowhere", cwd=tmp_path), "`head`")
 
 
-def test_a_base_model_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_base_model_is_reported(tmp_path: Path) -> None:
     ports = ("--port", "0", "--openai-port", "0")
     result = run("serve", "--base-model", "./nope", *ports, cwd=tmp_path)
     assert result.returncode == 1
@@ -97,8 +97,8 @@ def test_a_base_model_that_is_not_there_is_told(tmp_path: Path) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_a_missing_extra_is_told_with_the_command_that_mends_it(tmp_path: Path) -> None:
-    # As in an environment without the extras: torch is not to be found.
+def test_a_missing_package_is_reported_with_the_install_command(tmp_path: Path) -> None:
+    # Hide torch, as in an environment without the extras.
     code = (
         "import importlib.util, sys\n"
         "find = importlib.util.find_spec\n"
@@ -109,15 +109,15 @@ def test_a_missing_extra_is_told_with_the_command_that_mends_it(tmp_path: Path) 
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
-    assert_told(result, "This command needs `torch`, which is not installed")
+    assert_reported(result, "This command needs `torch`, which is not installed")
     assert "scripts/install --only cluster" in result.stderr
 
 
-def test_errors_have_no_colour_codes_when_they_are_not_shown_on_a_terminal(tmp_path: Path) -> None:
+def test_errors_have_no_colour_codes_outside_a_terminal(tmp_path: Path) -> None:
     result = run("serve", "--config", "nope", cwd=tmp_path)
     assert "\x1b[" not in result.stderr
 
 
-def test_the_version_is_that_of_the_package(tmp_path: Path) -> None:
+def test_the_version_is_the_packages(tmp_path: Path) -> None:
     result = run("--version", cwd=tmp_path)
     assert result.stdout.startswith("trainer, version 0.")

@@ -6,13 +6,13 @@ PROGRESS = [
 ]
 
 
-def test_the_stage_is_the_last_thing_that_was_begun() -> None:
+def test_the_stage_is_the_last_one_in_the_log() -> None:
     assert stage([]) == "importing its libraries"
     assert stage(PROGRESS[:1]) == "reading the model's configuration"
     assert stage([*PROGRESS, "INFO something else"]) == "loading the weights"
 
 
-def test_the_cause_is_the_first_error_and_not_what_followed_from_it() -> None:
+def test_the_cause_is_the_first_error_not_its_consequences() -> None:
     log = """\
 (EngineCore pid=7) ERROR 11-15 03:10:50 [core.py:906] Traceback (most recent call last):
 (EngineCore pid=7) ERROR 11-15 03:10:50 [core.py:906]   File "/x/worker.py", line 3, in load
@@ -26,7 +26,7 @@ guard: the program ended with code 1
     assert "gpu_memory_utilization" in (hint(found) or "")
 
 
-def test_an_assertion_is_told_with_what_it_asserts() -> None:
+def test_an_assertion_error_includes_the_assertion() -> None:
     prefix = "(EngineCore pid=805) ERROR 11-16 02:44:41 [core.py:1330] "
     lines = [
         f"{prefix}  File lora_expand_op.py, line 183, in _lora_expand",
@@ -40,13 +40,13 @@ def test_an_assertion_is_told_with_what_it_asserts() -> None:
     assert "Remove `dtype`" in (hint(found) or "")
 
 
-def test_a_wrong_flag_is_told_in_the_words_of_the_parser() -> None:
+def test_a_wrong_flag_is_reported_with_the_parsers_message() -> None:
     log = ["usage: vllm serve [model_tag]", "vllm serve: error: unrecognized arguments: --foo 1"]
     assert cause(log) == "unrecognized arguments: --foo 1"
     assert "engine_args" in (hint(cause(log)) or "")
 
 
-def test_an_engine_that_was_killed_leaves_no_error_of_its_own() -> None:
+def test_an_engine_that_was_killed_logs_no_error_itself() -> None:
     log = [
         "(APIServer pid=2) WARNING 11-15 03:10:50 [c.py:1] engine core exited unexpectedly",
         "(APIServer pid=2) ERROR 11-15 03:10:50 [a.py:2] vllm.EngineDeadError: See stack trace",
@@ -54,7 +54,7 @@ def test_an_engine_that_was_killed_leaves_no_error_of_its_own() -> None:
     assert cause(log) == "its engine process was killed, perhaps for lack of memory"
 
 
-def test_without_any_error_the_last_line_is_told() -> None:
+def test_without_any_error_the_cause_is_the_last_line() -> None:
     assert cause(
         ["INFO:     Started", "process group: the program ended with code -9", ""]
     ).endswith("-9")

@@ -1,4 +1,4 @@
-"""The server's end and a worker's end of a channel, with a real process between them."""
+"""A server and a real worker process exchange calls and replies."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ serve({"lengths": lengths, "add": lambda one, other: one + other})
 """
 
 
-async def test_calls_of_any_size_arrive_whole_and_in_order(
+async def test_calls_of_any_size_arrive_complete_and_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "echo_worker.py").write_text(ECHO)
@@ -42,7 +42,7 @@ async def test_calls_of_any_size_arrive_whole_and_in_order(
         await worker.stop()
 
 
-def test_a_process_whose_parent_is_gone_already_dies_as_if_it_had_seen_it() -> None:
+def test_a_process_dies_even_if_its_parent_died_before_it_checked() -> None:
     code = "import signal; from trainer.processes.worker import *; die_with_parent(signal.SIGKILL)"
 
     def ends_with(parent: int) -> int:
@@ -53,7 +53,7 @@ def test_a_process_whose_parent_is_gone_already_dies_as_if_it_had_seen_it() -> N
     assert ends_with(os.getppid()) == -signal.SIGKILL
 
 
-def test_a_bound_socket_names_its_protocol() -> None:
-    """Only then does asyncio switch Nagle's algorithm off, which costs 40 ms an answer."""
+def test_a_bound_socket_knows_its_protocol() -> None:
+    """Otherwise asyncio does not disable Nagle's algorithm, which delays a response by 40 ms."""
     with _bind("127.0.0.1", 0) as bound:
         assert bound.proto == socket.IPPROTO_TCP
