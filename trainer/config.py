@@ -70,7 +70,7 @@ class GrpoConfig(Config):
     scale_advantages: bool = True
     """Scale the advantages of a step to a mean size of one, as ART does."""
     advantage_balance: float = Field(0.0, ge=-1, le=1)
-    """1 trains on positive advantages only, -1 on negative ones only, 0 on both alike."""
+    """1 trains on positive advantages only, -1 on negative ones only, 0 on both equally."""
     loss_mean: Literal["trajectory", "token"] = "trajectory"
     """Whether every trajectory has the same weight (as in ART), or every token."""
 

@@ -46,7 +46,7 @@ class PendingChoice:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """The prompt and the tokens so far; a row that was given up already has some."""
+        """The prompt and the tokens so far; a choice that lost its row already has some."""
         return (*self.request.prompt, *self.tokens)
 
 

@@ -89,12 +89,12 @@ def engine_kind(config: ServerConfig) -> Literal["vllm", "embedded"]:
     return "vllm" if has_cuda() and (config.vllm or _is_installed("vllm")) else "embedded"
 
 
-def vllm_program(given: str | None) -> list[str]:
+def vllm_program(setting: str | None) -> list[str]:
     """Return the command that starts vLLM, without vLLM's arguments.
 
-    `given` is the path of a Python, an environment or a `vllm` program; None means this Python.
+    `setting` is the path of a Python, an environment or a `vllm` program; None means this Python.
     """
-    if given is None:
+    if setting is None:
         if not _is_installed("vllm"):
             raise NotInstalled(
                 "The vLLM engine needs `vllm`, which is not installed",
@@ -102,12 +102,12 @@ def vllm_program(given: str | None) -> list[str]:
                 "Python of an environment that has it, or use `--engine embedded`",
             )
         return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
-    path = Path(given).expanduser()
+    path = Path(setting).expanduser()
     if path.is_dir():
         path = path / "bin" / "python"
     if not os.access(path, os.X_OK):
         raise NotInstalled(
-            f"`ART_VLLM` is `{given}`, but there is no program `{path}`",
+            f"`ART_VLLM` is `{setting}`, but there is no program `{path}`",
             hint="Set it to the Python of an environment with vLLM, or to its `vllm`",
         )
     # Do not resolve the link: Python finds its virtual environment by the link's path.

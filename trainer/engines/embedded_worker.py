@@ -231,7 +231,7 @@ class EmbeddedWorker:
             self._send(choice, text, finish)
 
     def _send(self, choice: PendingChoice, text: str, finish: str | None) -> None:
-        """Send the new tokens: each one at once for a stream, otherwise all at the end."""
+        """Send the new tokens: each one immediately for a stream, otherwise all at the end."""
         request = choice.request
         choice.unsent_text += text
         if not (finish or request.stream):

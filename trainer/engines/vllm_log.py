@@ -27,11 +27,11 @@ _HINTS = (
     (
         ("No available memory for the cache",),
         "Raise `gpu_memory_utilization` in `engine_args`, or choose a smaller base model or a "
-        "larger card",
+        "larger GPU",
     ),
     (
         ("out of memory", "Free memory on device"),
-        "Lower `gpu_memory_utilization` or `max_model_len` in `engine_args`, or free the card",
+        "Lower `gpu_memory_utilization` or `max_model_len` in `engine_args`, or free GPU memory",
     ),
     (
         ("max seq len", "maximum model length", "max_model_len"),

@@ -83,12 +83,12 @@ class Node:
                         url, additional_headers=headers, proxy=None,
                         compression=None, max_size=MAX_BYTES,
                     ) as connection:  # fmt: skip
-                        began = time.monotonic()
+                        connected = time.monotonic()
                         if await self._serve(connection):
                             logger.info("the head at %s is shutting down; exiting", url)
                             return
                     reached = time.monotonic()
-                    delay = 1.0 if reached - began > 60 else min(delay * 2, 30.0)
+                    delay = 1.0 if reached - connected > 60 else min(delay * 2, 30.0)
                 except (OSError, InvalidHandshake, TimeoutError) as error:
                     _raise_if_refused(error)
                     if time.monotonic() - logged > LOG_INTERVAL:

@@ -134,8 +134,8 @@ async def listen(
     def check(connection: ServerConnection, request: Request) -> Response | None:
         if request.path == "/health":
             return connection.respond(HTTPStatus.OK, "ok\n")
-        given = request.headers.get("Authorization", "").encode()
-        if not hmac.compare_digest(given, expected):
+        credentials = request.headers.get("Authorization", "").encode()
+        if not hmac.compare_digest(credentials, expected):
             return connection.respond(HTTPStatus.UNAUTHORIZED, "The key is not valid\n")
         return None
 

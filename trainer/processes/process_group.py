@@ -2,7 +2,7 @@
 
 `python -m trainer.processes.process_group PROGRAM ARGUMENT...` runs between `trainer serve` and
 `vllm serve`. vLLM's engine processes survive the death of its API process and would keep holding
-the card's memory. This process leads their process group and kills the whole group when the
+GPU memory. This process leads their process group and kills the whole group when the
 program ends, when it receives SIGTERM, or when the server dies.
 """
 
