@@ -55,9 +55,8 @@ def test_a_large_vocabulary_is_sampled_in_proportion_too() -> None:
         uniform = (number + 0.5) / 500
         (token,), _ = choose(weights.log(), [Sampling()], [uniform])
         assert weights[0, token] > 0
-        assert (
-            abs(token - int(torch.searchsorted(borders, uniform))) <= 1
-        )  # a border may round to its neighbour
+        # A border may round to its neighbour.
+        assert abs(token - int(torch.searchsorted(borders, uniform))) <= 1
 
 
 def test_the_largest_uniform_draws_the_last_possible_token() -> None:
