@@ -1,4 +1,4 @@
-"""Bad input is a sentence with a 4xx, before any byte of a stream; never a 500."""
+"""Bad input gets a 4xx with a sentence before a stream starts, and never a 500."""
 
 import socket
 from pathlib import Path
@@ -30,14 +30,14 @@ def group(*rewards: Any, choice: Any = None) -> dict[str, Any]:
     return {"trajectories": [{"messages_and_choices": turns, "reward": r} for r in rewards]}
 
 
-def of_tokens(*tokens: str) -> dict[str, Any]:
+def choice_of(*tokens: str) -> dict[str, Any]:
     content = [{"token": token, "logprob": -1.0} for token in tokens]
     message = {"role": "assistant", "content": "x"}
     return {"finish_reason": "stop", "message": message, "logprobs": {"content": content}}
 
 
 TRAIN = {"model": MODEL, "trajectory_groups": []}
-HUGE_TOKENS = group(0, 1, choice=of_tokens("token_id:99999999999"))
+HUGE_TOKENS = group(0, 1, choice=choice_of("token_id:99999999999"))
 NO_TURNS = {"messages_and_choices": 5}
 NO_METRICS = {"trajectories": [{"reward": 1, "metrics": ["x"]}]}
 PREPARE = {"model": MODEL}
@@ -49,7 +49,7 @@ VARIABLES: dict[str, Any] = {"chat_template_kwargs": {"tools": []}}
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "says"),
+    ("path", "body", "status", "message"),
     [
         ("/register", b"{", 422, "`body` JSON decode error"),
         ("/register", b"\xff\xfe{}", 422, "body"),
@@ -60,13 +60,18 @@ VARIABLES: dict[str, Any] = {"chat_template_kwargs": {"tools": []}}
         ("/nowhere", {}, 404, "/nowhere"),
         ("/_get_step", {**MODEL, "name": "nobody"}, 404, "`nobody`"),
         ("/_train_model", {**TRAIN, "model": {**MODEL, "name": "nobody"}}, 404, "`nobody`"),
-        ("/_train_model", {**TRAIN, "trajectory_groups": [{"trajectories": "x"}]}, 422, "no list"),
+        (
+            "/_train_model",
+            {**TRAIN, "trajectory_groups": [{"trajectories": "x"}]},
+            422,
+            "not a list",
+        ),
         ("/_train_model", {**TRAIN, "trajectory_groups": [group(1, "a")]}, 400, "reward"),
         ("/_train_model", {**TRAIN, "trajectory_groups": [group(1, None)]}, 400, "reward"),
         ("/_train_model", {**TRAIN, "config": {"learning_rate": "x"}}, 400, "learning_rate"),
         ("/_train_model", {**TRAIN, "dev_config": {"colour": "blue"}}, 400, "colour"),
         ("/_train_model", {**TRAIN, "trajectory_groups": [HUGE_TOKENS]}, 400, "99999999999"),
-        ("/_train_sft", {"model": MODEL, "trajectories": [NO_TURNS]}, 422, "no list"),
+        ("/_train_sft", {"model": MODEL, "trajectories": [NO_TURNS]}, 422, "not a list"),
         ("/_prepare_backend_for_training", {**PREPARE, "config": ARGS}, 400, "`server_args`"),
         ("/_log", {**TRAIN, "split": "../x"}, 422, "`split`"),
         ("/_log", {**TRAIN, "trajectory_groups": [NO_METRICS]}, 400, "`metrics`"),
@@ -92,12 +97,12 @@ VARIABLES: dict[str, Any] = {"chat_template_kwargs": {"tools": []}}
     ],
 )
 def test_a_bad_request_is_answered_with_a_sentence(
-    prepared: Serving, path: str, body: Any, status: int, says: str
+    prepared: Serving, path: str, body: Any, status: int, message: str
 ) -> None:
-    how = {"content": body} if isinstance(body, bytes) else {"json": body}
-    kind = {"Content-Type": "application/json"}
-    answer = httpx.post(prepared.control + path, timeout=60, headers=kind, **how)
-    assert (answer.status_code, says in answer.json()["detail"]) == (status, True), answer.text
+    content = {"content": body} if isinstance(body, bytes) else {"json": body}
+    headers = {"Content-Type": "application/json"}
+    answer = httpx.post(prepared.control + path, timeout=60, headers=headers, **content)
+    assert (answer.status_code, message in answer.json()["detail"]) == (status, True), answer.text
     assert answer.json()["error"]["message"] == answer.json()["detail"]
     assert prepared.post("/_get_step", MODEL) == 0
 
@@ -113,19 +118,19 @@ def test_a_bad_request_is_answered_with_a_sentence(
         "/rollouts/nobody",
     ],
 )
-def test_what_is_not_there_is_a_404(prepared: Serving, path: str) -> None:
+def test_a_missing_object_is_a_404(prepared: Serving, path: str) -> None:
     answer = httpx.get(prepared.openai + path, timeout=60)
     assert answer.status_code == 404 and answer.json()["detail"]
 
 
-def test_a_body_that_is_too_large_is_refused_by_its_length(prepared: Serving) -> None:
+def test_a_body_with_too_large_a_content_length_is_refused(prepared: Serving) -> None:
     url = httpx.URL(prepared.control)
     with socket.create_connection((url.host, url.port), timeout=10) as client:
         client.sendall(b"POST /register HTTP/1.1\r\nHost: x\r\nContent-Length: 9999999999\r\n\r\n")
         assert client.recv(64).startswith(b"HTTP/1.1 413")
 
 
-def test_the_models_length_limits_what_is_sampled(server: Serving) -> None:
+def test_max_seq_length_limits_sampling(server: Serving) -> None:
     short = {**MODEL, "name": "short", "_internal_config": {"init_args": {"max_seq_length": 64}}}
     server.post("/register", short)
     server.post("/_prepare_backend_for_training", {"model": short})
@@ -137,7 +142,7 @@ def test_the_models_length_limits_what_is_sampled(server: Serving) -> None:
     assert refused.status_code == 400 and "`max_seq_length`" in refused.json()["detail"]
 
 
-async def test_with_require_key_even_loopback_needs_it(tmp_path: Path) -> None:
+async def test_require_key_applies_to_loopback_too(tmp_path: Path) -> None:
     key = pydantic.SecretStr("secret")
     config = ServerConfig(require_key=True, api_key=key, state_dir=str(tmp_path))
     app = httpx.ASGITransport(create_app(config, Backend(config, openai_port=8000)))

@@ -1,4 +1,4 @@
-"""What reaches W&B: with the real library offline, and from a real server to a fake one."""
+"""Reports to W&B: with the real library offline, and from a real server to a fake library."""
 
 import json
 import subprocess
@@ -16,10 +16,10 @@ from tests.serving import Serving
 REPORT = """
 import asyncio, logging, sys
 from pathlib import Path
-from trainer.server import reports as module
+from trainer.server import wandb_reports
 from trainer.server.wandb_reports import WandbReports
 
-module.PATIENCE = 120  # to import wandb takes as long as it takes
+wandb_reports.PATIENCE = 120  # a busy machine imports wandb slowly
 logging.basicConfig(level=logging.INFO)
 
 async def main():
@@ -33,7 +33,7 @@ async def main():
 asyncio.run(main())
 """
 
-# What the server's process sees in place of wandb: it writes down what it is told.
+# The server's process imports this instead of wandb. It writes every call to a file.
 FAKE = """
 import json, os
 from pathlib import Path
@@ -44,13 +44,13 @@ class Run:
     def __init__(self, about):
         self.url = f"https://wandb.test/{about['project']}/runs/{about['id']}"
         self.dir = about["dir"]
-        self._say({"init": about, "key": os.environ["WANDB_API_KEY"]})
+        self._write({"init": about, "key": os.environ["WANDB_API_KEY"]})
     def define_metric(self, *arguments, **named): pass
-    def log(self, numbers): self._say(numbers)
-    def finish(self): self._say({"finished": True})
-    def _say(self, what):
+    def log(self, numbers): self._write(numbers)
+    def finish(self): self._write({"finished": True})
+    def _write(self, call):
         with Path(os.environ["FAKE_WANDB"]).open("a") as file:
-            file.write(json.dumps(what) + "\\n")
+            file.write(json.dumps(call) + "\\n")
 
 def init(**about):
     if about["project"] == "away": raise RuntimeError("no such host")
@@ -59,7 +59,7 @@ def init(**about):
 TALK = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "yes"}]
 
 
-def test_the_real_wandb_gets_every_row_in_a_run_of_its_model(tmp_path: Path) -> None:
+def test_the_real_wandb_gets_every_row_in_its_models_run(tmp_path: Path) -> None:
     python = python_of("reporting")
     done = subprocess.run(
         [str(python), "-c", REPORT, str(tmp_path)],
@@ -73,8 +73,7 @@ def test_the_real_wandb_gets_every_row_in_a_run_of_its_model(tmp_path: Path) -> 
     logs = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert [path.stem for path in logs] == ["run-agent-server", "run-other-server"]
     rows = ask(python, READ_WANDB, str(logs[0]))
-    told = [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows]
-    assert told == [
+    assert [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows] == [
         {"train/reward": 0.25, "training_step": 1},
         {"train/reward": 0.75, "training_step": 2},
         {"val/reward": 0.5, "training_step": 2},
@@ -84,8 +83,8 @@ def test_the_real_wandb_gets_every_row_in_a_run_of_its_model(tmp_path: Path) -> 
 def serve(directory: Path, art_cache: str, **environment: str) -> Serving:
     (directory / "fake").mkdir(parents=True)
     (directory / "fake" / "wandb.py").write_text(FAKE)
-    said = str(directory / "said.jsonl")
-    variables = {"ART_CACHE": art_cache, "FAKE_WANDB": said, **environment}
+    calls = str(directory / "calls.jsonl")
+    variables = {"ART_CACHE": art_cache, "FAKE_WANDB": calls, **environment}
     return Serving(directory, "tiny-random", WANDB_API_KEY="a-key", **variables)
 
 
@@ -100,12 +99,12 @@ def train(server: Serving, wire: dict[str, Any]) -> None:
     httpx.post(f"{server.control}/_train_sft", json=body, timeout=120).raise_for_status()
 
 
-def wait_for(path: Path, says: str) -> str:
+def wait_for(path: Path, message: str) -> str:
     for _ in range(300):
-        if path.is_file() and says in (text := path.read_text()):
+        if path.is_file() and message in (text := path.read_text()):
             return text
         time.sleep(0.1)
-    raise AssertionError(f"{path} never said {says}")
+    raise AssertionError(f"{path} never held {message}")
 
 
 def test_a_server_reports_its_steps_and_what_clients_log(tmp_path: Path, art_cache: str) -> None:
@@ -114,28 +113,28 @@ def test_a_server_reports_its_steps_and_what_clients_log(tmp_path: Path, art_cac
         train(server, wire)
         group = {"trajectories": [{"reward": 0.25}, {"reward": 0.75}], "exceptions": []}
         server.post("/_log", {"model": wire, "trajectory_groups": [group], "split": "val"})
-        train(server, away)  # W&B cannot be reached for this one: the step is made all the same
+        train(server, away)  # the step is trained although W&B cannot be reached
         assert server.post("/_get_step", away) == 1
         log = wait_for(server.log, "do not reach W&B: RuntimeError: no such host")
     assert "clue/agent at W&B: https://wandb.test/clue/runs/agent-server" in log
-    said = (tmp_path / "said.jsonl").read_text().splitlines()
-    # The canary's check is reported when it is done, which may be after the client's own line.
-    rows = [row for row in map(json.loads, said) if "canary/bound" not in row]
-    begun, step, validation, end = rows
-    assert begun["key"] == "a-key" and begun["init"]["project"] == "clue"
+    calls = (tmp_path / "calls.jsonl").read_text().splitlines()
+    # The canary reports when its check is done, which may be after the client's line.
+    rows = [row for row in map(json.loads, calls) if "canary/bound" not in row]
+    start, step, validation, end = rows
+    assert start["key"] == "a-key" and start["init"]["project"] == "clue"
     assert step["training_step"] == 1 and step["loss/train"] > 0 and step["time/step_s"] > 0
     assert validation["training_step"] == 1 and validation["val/reward"] == 0.5
     assert end == {"finished": True}
 
 
-def test_a_key_without_wandb_is_told_in_a_line_and_nothing_is_lost(
+def test_a_key_without_wandb_logs_one_warning_and_loses_nothing(
     tmp_path: Path, art_cache: str
 ) -> None:
     assert subprocess.run([sys.executable, "-c", "import wandb"], capture_output=True).returncode
-    (tmp_path / "wandb").mkdir()  # what an offline run leaves is not the library
+    (tmp_path / "wandb").mkdir()  # the directory of an offline run is not the library
     with serve(tmp_path, art_cache) as server:
         train(server, model(server, "clue"))
-        told = [line for line in server.log.read_text().splitlines() if "WANDB" in line]
-    assert len(told) == 1 and "`pip install wandb`" in told[0]
+        warnings = [line for line in server.log.read_text().splitlines() if "WANDB" in line]
+    assert len(warnings) == 1 and "`pip install wandb`" in warnings[0]
     history = (server.state / "clue/models/agent/history.jsonl").read_text()
     assert history.count("time/step_s") == 1

@@ -1,4 +1,4 @@
-"""What clients rely on, against a real server with its real engine and learner."""
+"""The API that clients rely on, on a real server with a real engine and learner."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def test_both_ports_answer_health(serving: Any, path: str) -> None:
         assert httpx.get(port + path, timeout=60).json() == {"status": "ok"}
 
 
-def test_a_completion_carries_exact_tokens_and_logprobs_unasked(chat: Any) -> None:
+def test_a_completion_always_includes_exact_tokens_and_logprobs(chat: Any) -> None:
     answer = chat.create(
         model=f"{BASE}@base", messages=[{"role": "user", "content": "hi"}], max_tokens=5, n=2
     )
@@ -65,7 +65,7 @@ def test_the_same_seed_gives_the_same_tokens_and_a_stream_the_same_text(chat: An
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "says"),
+    ("body", "status", "message"),
     [
         ({"model": "nope", "messages": [{"role": "user", "content": "x"}]}, 404, "`nope`"),
         ({"model": BASE, "messages": []}, 422, "`messages`"),
@@ -82,15 +82,17 @@ def test_the_same_seed_gives_the_same_tokens_and_a_stream_the_same_text(chat: An
         ),
     ],
 )
-def test_a_bad_chat_request_is_a_sentence(serving: Any, body: Any, status: int, says: str) -> None:
+def test_a_bad_chat_request_is_answered_with_a_sentence(
+    serving: Any, body: Any, status: int, message: str
+) -> None:
     response = httpx.post(f"{serving.openai}/v1/chat/completions", json=body, timeout=60)
     assert response.status_code == status
-    assert says in response.json()["error"]["message"]
-    assert says in response.json()["detail"]
+    assert message in response.json()["error"]["message"]
+    assert message in response.json()["detail"]
 
 
 @pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", ""])
-def test_a_name_that_is_no_plain_name_is_refused(serving: Any, name: str) -> None:
+def test_a_name_with_other_characters_is_refused(serving: Any, name: str) -> None:
     body = {"name": name, "project": "p", "base_model": BASE}
     response = httpx.post(f"{serving.control}/register", json=body, timeout=60)
     assert response.status_code == 422 and "`name`" in response.json()["detail"]
@@ -102,7 +104,7 @@ def test_another_base_model_is_a_conflict(serving: Any) -> None:
     assert response.status_code == 409 and "`tiny-random`" in response.json()["detail"]
 
 
-def test_a_setting_we_lack_is_refused_by_name(serving: Any) -> None:
+def test_an_unsupported_setting_is_refused_by_name(serving: Any) -> None:
     body = {
         "name": "m",
         "project": "p",
@@ -160,7 +162,7 @@ async def test_the_real_art_client_trains_two_steps_and_sees_the_weights_change(
     steps, found = zip(*[await fingerprint(name) for name in names], strict=True)
     assert steps == ({0}, {2}, {2}, {2}, {0})
     old, new, latest, followed, frozen = found
-    # vLLM computes a prompt that it has cached in other chunks, and so rounds otherwise.
+    # vLLM splits a cached prompt into other chunks, which changes the rounding.
     close = pytest.approx(new, abs=1e-4)
     assert latest == close and followed == close
     assert old == pytest.approx(frozen, abs=1e-4)

@@ -1,4 +1,4 @@
-"""Checkpoints between runs and buckets: fork, push, pull and delete, by ART's own routes."""
+"""Forking, pushing, pulling and deleting checkpoints through ART's routes."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ BUCKET = {"s3_bucket": "bucket", "prefix": "some/where"}
 
 @pytest.fixture(scope="module")
 def storing(tmp_path_factory: pytest.TempPathFactory, art_cache: str) -> Iterator[Serving]:
-    """A server beside whose programs stands an `aws` that writes to a directory."""
+    """A server whose PATH begins with a fake `aws` that writes to a directory."""
     directory = tmp_path_factory.mktemp("storing")
     program = directory / "bin" / "aws"
     program.parent.mkdir()
@@ -42,8 +42,8 @@ def prepare(server: Serving, wire: dict[str, Any]) -> None:
     server.post("/_prepare_backend_for_training", {"model": wire})
 
 
-def teach(server: Serving, wire: dict[str, Any], said: str) -> None:
-    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": said}]
+def teach(server: Serving, wire: dict[str, Any], reply: str) -> None:
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": reply}]
     body = {"model": wire, "trajectories": [{"messages_and_choices": talk}]}
     answer = httpx.post(f"{server.control}/_train_sft", json=body, timeout=120)
     assert answer.status_code == 200, answer.text
@@ -58,12 +58,12 @@ def steps(server: Serving, wire: dict[str, Any]) -> list[int]:
 def taught(storing: Serving) -> dict[str, Any]:
     wire = model("taught")
     prepare(storing, wire)
-    for said in ("a", "b"):
-        teach(storing, wire, said)
+    for reply in ("a", "b"):
+        teach(storing, wire, reply)
     return wire
 
 
-def test_a_fork_goes_on_from_a_step_of_another_run(
+def test_a_fork_continues_from_a_step_of_another_run(
     storing: Serving, taught: dict[str, Any]
 ) -> None:
     fork = model("fork")
@@ -76,7 +76,7 @@ def test_a_fork_goes_on_from_a_step_of_another_run(
     assert again.status_code == 409 and "at step `2`" in again.json()["detail"]
 
 
-def test_a_fork_from_another_shape_of_lora_is_refused(
+def test_a_fork_from_a_lora_of_another_shape_is_refused(
     storing: Serving, taught: dict[str, Any]
 ) -> None:
     body = {"model": model("wide", peft_args={"r": 4}), "from_model": "taught"}
@@ -84,7 +84,7 @@ def test_a_fork_from_another_shape_of_lora_is_refused(
     assert answer.status_code == 409 and "LoRA" in answer.json()["detail"]
 
 
-def test_a_run_comes_back_from_s3(storing: Serving, taught: dict[str, Any]) -> None:
+def test_a_run_is_restored_from_s3(storing: Serving, taught: dict[str, Any]) -> None:
     storing.post("/_experimental_push_to_s3", {"model": taught, **BUCKET})
     bucket = storing.state.parent / "s3" / "bucket" / "some" / "where" / "contract" / "models"
     assert (bucket / "taught" / "checkpoints" / "0002" / "manifest.json").is_file()
@@ -105,7 +105,7 @@ def test_a_run_comes_back_from_s3(storing: Serving, taught: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(
-    ("path", "settings", "says"),
+    ("path", "settings", "message"),
     [
         ("push_to_s3", {"s3_bucket": "no-such-bucket", "only_step": 1}, "only_step"),
         ("pull_from_s3", {"s3_bucket": "no-such-bucket"}, "bucket does not exist"),
@@ -113,30 +113,28 @@ def test_a_run_comes_back_from_s3(storing: Serving, taught: dict[str, Any]) -> N
         ("pull_from_s3", {**BUCKET, "only_step": 99}, "`0099`"),
     ],
 )
-def test_what_s3_does_not_give_is_told(
-    storing: Serving, taught: dict[str, Any], path: str, settings: Any, says: str
+def test_a_failed_push_or_pull_names_the_cause(
+    storing: Serving, taught: dict[str, Any], path: str, settings: Any, message: str
 ) -> None:
     body = {"model": taught, **settings}
     answer = httpx.post(f"{storing.control}/_experimental_{path}", json=body, timeout=60)
-    assert 400 <= answer.status_code < 500 and says in answer.json()["detail"]
+    assert 400 <= answer.status_code < 500 and message in answer.json()["detail"]
 
 
-def test_deleted_steps_are_served_no_longer_and_a_deleted_model_is_gone(
-    storing: Serving, taught: dict[str, Any]
-) -> None:
+def test_deleted_steps_and_models_are_not_served(storing: Serving, taught: dict[str, Any]) -> None:
     old = model("old")
     prepare(storing, old)
-    for said in ("a", "b"):
-        teach(storing, old, said)
+    for reply in ("a", "b"):
+        teach(storing, old, reply)
     url = f"{storing.openai}/v1/preview/models/contract~old"
     newest = httpx.request("DELETE", f"{url}/checkpoints", json={"steps": [2]}, timeout=60)
     assert newest.status_code == 409
-    gone = httpx.request("DELETE", f"{url}/checkpoints", json={"steps": [1, 7]}, timeout=60)
-    assert gone.json() == {"deleted_count": 1, "not_found_steps": [7]}
+    deleted = httpx.request("DELETE", f"{url}/checkpoints", json={"steps": [1, 7]}, timeout=60)
+    assert deleted.json() == {"deleted_count": 1, "not_found_steps": [7]}
     chat = f"{storing.openai}/v1/chat/completions"
-    ask = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
     statuses = [
-        httpx.post(chat, json={**ask, "model": name}, timeout=60).status_code
+        httpx.post(chat, json={**body, "model": name}, timeout=60).status_code
         for name in ("old@0", "old@1", "old@2")
     ]
     assert statuses == [200, 404, 200]

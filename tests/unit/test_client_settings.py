@@ -1,4 +1,4 @@
-"""Settings in requests: each acts, or is refused by its name."""
+"""Every setting in a request takes effect or is refused by name."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ def step(config: Any = None, dev_config: Any = None, **internal: Any) -> Any:
     return grpo_config(request, Model("p", "m", Path("m"), LoraConfig(), steps={0: "", 3: ""}))
 
 
-def test_what_nat_sends_for_the_guides_yaml_is_taken() -> None:
+def test_the_settings_of_nats_guide_are_accepted() -> None:
     wire = model(
         init_args={"max_seq_length": 1024, "dtype": None},
         engine_args={"gpu_memory_utilization": 0.9, "tensor_parallel_size": 1},
@@ -48,21 +48,21 @@ def test_what_nat_sends_for_the_guides_yaml_is_taken() -> None:
     check_internal_config(model(init_args=None, engine_args=None, trainer_args=None), "embedded")
 
 
-def test_the_yaml_wins_over_nats_defaults_and_a_steps_own_settings_over_both() -> None:
+def test_the_yaml_overrides_nats_defaults_and_a_steps_settings_override_both() -> None:
     nat = {"learning_rate": 5e-5, "kl_penalty_coef": 0.0}
     yaml = {"learning_rate": 1e-6, "beta": 0.1}
-    asked = step(nat, trainer_args=yaml)
-    assert (asked.learning_rate, asked.kl_penalty_coef) == (1e-6, 0.1)
+    config = step(nat, trainer_args=yaml)
+    assert (config.learning_rate, config.kl_penalty_coef) == (1e-6, 0.1)
     assert step(nat, {"learning_rate": 3e-4, "ppo": None}, trainer_args=yaml).learning_rate == 3e-4
     assert step({"learning_rate": 1e-4, "beta": 0.2}).kl_penalty_coef == 0.2
 
 
-def test_tinkers_settings_of_optimizer_and_loss_act_under_our_names() -> None:
+def test_tinkers_settings_of_optimizer_and_loss_take_effect() -> None:
     adam = {"learning_rate": 1e-4, "beta1": 0.8, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0}
-    asked = step(dev_config={"adam_params": {**adam, "grad_clip_norm": 0.0}})
-    assert (asked.learning_rate, asked.adam_beta1, asked.adam_beta2) == (1e-4, 0.8, 0.95)
-    assert (asked.adam_epsilon, asked.weight_decay) == (1e-12, 0.0)
-    assert asked.max_grad_norm > 1e6
+    config = step(dev_config={"adam_params": {**adam, "grad_clip_norm": 0.0}})
+    assert (config.learning_rate, config.adam_beta1, config.adam_beta2) == (1e-4, 0.8, 0.95)
+    assert (config.adam_epsilon, config.weight_decay) == (1e-12, 0.0)
+    assert config.max_grad_norm > 1e6
     clip = {"clip_low_threshold": 0.75, "clip_high_threshold": 1.5}
     assert step(dev_config={"loss_fn_config": clip}).clip_range == (0.75, 1.5)
     with pytest.raises(Unsupported, match=r"`adam_params\.momentum`"):
@@ -72,15 +72,15 @@ def test_tinkers_settings_of_optimizer_and_loss_act_under_our_names() -> None:
             step(dev_config=bad)
 
 
-def test_the_reference_is_the_checkpoint_of_the_step_that_is_named() -> None:
-    asked = {"kl_penalty_coef": 0.1, "kl_penalty_reference_step": 3}
-    assert step(dev_config=asked).kl_ref_adapter_path == "m/checkpoints/0003"
+def test_the_reference_is_the_checkpoint_of_the_named_step() -> None:
+    config = {"kl_penalty_coef": 0.1, "kl_penalty_reference_step": 3}
+    assert step(dev_config=config).kl_ref_adapter_path == "m/checkpoints/0003"
     for absent in (2, "3", [3]):
         with pytest.raises(NotFound, match=r"`kl_penalty_reference_step`.*no such checkpoint"):
-            step(dev_config={**asked, "kl_penalty_reference_step": absent})
+            step(dev_config={**config, "kl_penalty_reference_step": absent})
 
 
-def test_the_models_length_limits_its_trajectories() -> None:
+def test_the_models_length_limit_applies_to_its_trajectories() -> None:
     sections = {"init_args": {"max_seq_length": 512}, "engine_args": {"max_model_len": 256}}
     assert step(**sections).max_seq_length == 256
     assert step().max_seq_length is None
@@ -104,7 +104,7 @@ def test_a_setting_that_would_be_ignored_is_refused_by_name(internal: Any, named
         check_internal_config(model(**internal), "embedded")
 
 
-def test_on_vllm_all_reach_it_but_what_the_server_relies_on() -> None:
+def test_vllm_gets_all_engine_args_except_those_the_server_needs() -> None:
     check_internal_config(model(engine_args={"tensor_parallel_size": 2, "swap_space": 4}), "vllm")
     with pytest.raises(Unsupported, match=r"`engine_args\.host`"):
         check_internal_config(model(engine_args={"host": "0.0.0.0"}), "vllm")
@@ -117,21 +117,21 @@ def test_on_vllm_all_reach_it_but_what_the_server_relies_on() -> None:
         {"trainer_args": {"learning_rate": "fast"}},
     ],
 )
-def test_a_value_of_the_wrong_kind_is_refused_at_registration(internal: Any) -> None:
+def test_a_value_of_the_wrong_type_is_refused_at_registration(internal: Any) -> None:
     with pytest.raises(BadRequest):
         check_internal_config(model(**internal), "embedded")
 
 
-def test_a_section_that_is_no_object_is_refused() -> None:
+def test_a_section_that_is_not_an_object_is_refused() -> None:
     with pytest.raises(pydantic.ValidationError, match="`init_args`"):
         model(init_args=[1])
 
 
-def test_peft_args_shape_the_lora() -> None:
-    asked = model(
+def test_peft_args_configure_the_lora() -> None:
+    wire = model(
         peft_args={"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "random_state": 3}
     )
-    assert lora_config(asked, LoraConfig()) == LoraConfig(
+    assert lora_config(wire, LoraConfig()) == LoraConfig(
         rank=4, alpha=8, targets=("q_proj",), seed=3
     )
 
@@ -145,7 +145,7 @@ def test_peft_args_shape_the_lora() -> None:
         ({"server_args": {"tool_call_parser": "hermes"}}, "default"),
     ],
 )
-def test_the_clients_own_key_is_the_one_it_is_told(config: Any, key: str) -> None:
+def test_a_client_keeps_its_own_key(config: Any, key: str) -> None:
     assert inference_key(config, ServerConfig(), 8000) == key
 
 
@@ -159,14 +159,14 @@ def test_the_clients_own_key_is_the_one_it_is_told(config: Any, key: str) -> Non
         ({"engine_args": {"dtype": "half"}}, "engine_args.dtype"),
     ],
 )
-def test_what_the_inference_server_cannot_become_is_refused_by_name(
+def test_settings_that_the_inference_server_cannot_change_are_refused_by_name(
     config: Any, named: str
 ) -> None:
     with pytest.raises(Unsupported, match=f"`{named}`"):
         inference_key(config, ServerConfig(), 8000)
 
 
-def test_where_a_key_is_needed_it_is_told_and_no_other_is_taken() -> None:
+def test_a_required_key_is_returned_and_any_other_is_refused() -> None:
     server = ServerConfig(require_key=True, api_key=pydantic.SecretStr("real"))
     assert inference_key(None, server, 8000) == "real"
     with pytest.raises(BadRequest, match="not this server's key"):

@@ -3,7 +3,7 @@ import asyncio
 from trainer.server.gate import Gate
 
 
-async def test_training_waits_for_requests_in_flight_and_holds_back_new_ones() -> None:
+async def test_training_waits_for_requests_in_flight_and_blocks_new_ones() -> None:
     gate, order = Gate(), []
     release = asyncio.Event()
 
@@ -34,7 +34,7 @@ async def test_training_waits_for_requests_in_flight_and_holds_back_new_ones() -
     ]  # fmt: skip
 
 
-async def test_a_training_that_is_cancelled_while_it_waits_lets_requests_pass() -> None:
+async def test_training_that_is_cancelled_while_it_waits_lets_requests_pass() -> None:
     gate = Gate()
     async with gate.sampling():
         waiting = asyncio.create_task(gate.training().__aenter__())

@@ -1,4 +1,4 @@
-"""What stands before every route."""
+"""The checks before every route."""
 
 import json
 from typing import Any
@@ -10,15 +10,15 @@ from trainer.server.guard import MAX_DEPTH, Guard, too_deep
 
 
 class Client:
-    """Sends one request to a guard before an app that says what body it got."""
+    """Sends one request through a guard to an app that returns the body it received."""
 
     def __init__(self, **settings: Any) -> None:
         self._guard = Guard(self._app, **{"key": None, **settings})
 
     async def _app(self, scope: Scope, receive: Any, send: Any) -> None:
-        got = (await receive())["body"]
+        body = (await receive())["body"]
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": got})
+        await send({"type": "http.response.body", "body": body})
 
     async def post(
         self, *chunks: bytes, path: str = "/register", **headers: str
@@ -44,7 +44,7 @@ async def test_a_body_in_chunks_arrives_whole() -> None:
 
 
 @pytest.mark.parametrize("headers", [{}, {"content_length": "11"}, {"content_length": "many"}])
-async def test_a_large_body_is_refused_told_or_not(headers: dict[str, str]) -> None:
+async def test_a_large_body_is_refused_with_and_without_its_length(headers: dict[str, str]) -> None:
     status, body = await Client(max_bytes=10).post(b"123456", b"78901", **headers)
     assert status == 413 and "larger than 10" in json.loads(body)["detail"]
 
@@ -67,7 +67,7 @@ def test_depth_counts_brackets_outside_strings_only(value: Any, deep: bool) -> N
     assert too_deep(json.dumps(value).encode()) is deep
 
 
-def test_a_body_that_was_cut_off_is_not_called_deep() -> None:
+def test_a_truncated_body_is_not_deep() -> None:
     assert not too_deep(b"{") and not too_deep(b'{"a": [1, 2')
 
 
@@ -83,6 +83,6 @@ def test_a_body_that_was_cut_off_is_not_called_deep() -> None:
         ("/health/../register", "", 401),
     ],
 )
-async def test_every_route_but_health_needs_the_key(path: str, header: str, status: int) -> None:
-    answered, _ = await Client(key="secret").post(b"", path=path, authorization=header)
-    assert answered == status
+async def test_every_route_except_health_needs_the_key(path: str, header: str, status: int) -> None:
+    actual, _ = await Client(key="secret").post(b"", path=path, authorization=header)
+    assert actual == status

@@ -1,4 +1,4 @@
-"""What is logged: trajectories and averages, in ART's files."""
+"""Logged trajectories and averages, in ART's files."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ def group(*rewards: float, exceptions: int = 0, **metrics: float) -> dict[str, A
     return {"trajectories": members, "exceptions": [{"type": "E"}] * exceptions}
 
 
-def test_averages_are_those_of_art() -> None:
+def test_averages_match_arts() -> None:
     means = history.averages([group(0, 1, turns=2), group(3, exceptions=1)])
     assert means == {
         "reward": pytest.approx(4 / 3),
@@ -34,7 +34,7 @@ def test_a_second_log_in_a_step_adds_to_the_first(tmp_path: Path) -> None:
     assert history.by_step(tmp_path)[7]["val/reward"] == 1.5
 
 
-def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+def test_a_truncated_line_is_skipped(tmp_path: Path) -> None:
     history.append(tmp_path, {"step": 1, "val/reward": 0.5})
     with (tmp_path / "history.jsonl").open("a") as file:
         file.write('{"step": 2, "val/re\n')
@@ -42,13 +42,13 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     assert history.by_step(tmp_path) == {1: {"val/reward": 0.5}, 3: {"val/reward": 0.75}}
 
 
-def test_what_cannot_be_averaged_is_not_stored(tmp_path: Path) -> None:
+def test_groups_without_averages_are_not_stored(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="`reward`"):
         history.log(tmp_path, 0, [{"trajectories": [{"reward": "high"}]}], "val")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_smoothing_weighs_the_steps_before(tmp_path: Path) -> None:
+def test_smoothing_weights_earlier_steps(tmp_path: Path) -> None:
     for step, reward in enumerate([1.0, 0.0, 0.5]):
         history.append(tmp_path, {"step": step, "val/reward": reward, "other": 9})
     assert history.smoothed(tmp_path, "val/reward", 1.0) == {0: 1.0, 1: 0.0, 2: 0.5}

@@ -1,4 +1,4 @@
-"""Large bodies: what identifies them is the bytes they came as."""
+"""Large bodies are identified by their bytes."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from trainer.server.wire import TrainRequest
 BODY = {"model": {"name": "m", "project": "p"}, "trajectory_groups": []}
 
 
-def test_a_request_is_known_by_its_bytes_whatever_it_says_itself() -> None:
+def test_the_digest_is_computed_from_the_bytes_even_if_the_body_holds_one() -> None:
     sent = json.dumps({**BODY, "digest": "mine"}).encode()
     assert _parse(sent, TrainRequest).digest == hashlib.sha256(sent).hexdigest()
     assert _parse(sent, TrainRequest) != _parse(sent + b" ", TrainRequest)

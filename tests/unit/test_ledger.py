@@ -19,8 +19,8 @@ def choice(ids: list[int], logprobs: list[float], content: str = "text") -> dict
 
 
 def entry(prompt: list[int], ids: list[int], logprobs: list[float], **more: Any) -> Entry:
-    given = {"model": "p/m", "step": 0, "lora_sha256": "", "rollout": None, **more}
-    return Entry(prompt_ids=prompt, completion_ids=ids, logprobs=logprobs, **given)
+    fields = {"model": "p/m", "step": 0, "lora_sha256": "", "rollout": None, **more}
+    return Entry(prompt_ids=prompt, completion_ids=ids, logprobs=logprobs, **fields)
 
 
 def test_a_choice_finds_the_prompt_it_was_sampled_from(tmp_path: Path) -> None:
@@ -34,7 +34,7 @@ def test_a_choice_finds_the_prompt_it_was_sampled_from(tmp_path: Path) -> None:
     assert ledger.find(choice([7, 9], [-0.5, -1.5])) is None
 
 
-def test_prompts_that_cannot_be_told_apart_are_not_guessed(tmp_path: Path) -> None:
+def test_a_choice_that_fits_two_prompts_is_not_guessed(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.db")
     ledger.record(entry([1, 2], [7], [-0.50001]), "yes")
     assert ledger.find(choice([7], [-0.50001]))
@@ -42,7 +42,7 @@ def test_prompts_that_cannot_be_told_apart_are_not_guessed(tmp_path: Path) -> No
     assert ledger.find(choice([7], [-0.50002])) is None
 
 
-def test_what_no_model_sampled_is_not_found(tmp_path: Path) -> None:
+def test_a_choice_that_no_model_sampled_is_not_found(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.db")
     assert ledger.find(choice([99999999999], [-0.5])) is None
     parts = {"message": {"content": [{"type": "text", "text": "x"}]}, "logprobs": None}
@@ -61,13 +61,12 @@ def test_what_no_model_sampled_is_not_found(tmp_path: Path) -> None:
         [1],
     ],
 )
-def test_logprobs_that_nobody_sampled_leave_the_text_to_go_by(
+def test_a_choice_with_invalid_logprobs_is_found_by_its_text(
     tmp_path: Path, logprobs: object
 ) -> None:
     ledger = Ledger(tmp_path / "ledger.db")
     ledger.record(entry([1], [7], [-0.5]), "lone \ud800")
-    given = {**choice([7], [-0.5], content="lone \ud800"), "logprobs": logprobs}
-    found = ledger.find(given)
+    found = ledger.find({**choice([7], [-0.5], content="lone \ud800"), "logprobs": logprobs})
     assert found and found.completion_ids == [7]
 
 
@@ -85,7 +84,7 @@ def test_a_choice_without_tokens_is_found_by_its_text_only_if_that_is_unique(
     assert ledger.find({**bare, "message": {"content": None}}) is None
 
 
-def test_entries_outlive_the_server_with_the_rollout_they_belong_to(tmp_path: Path) -> None:
+def test_entries_and_their_rollouts_survive_a_restart(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.db")
     entries = [entry([1], [token], [-0.5], rollout=f"r{token}") for token in (5, 6)]
     for one in entries:
@@ -95,7 +94,7 @@ def test_entries_outlive_the_server_with_the_rollout_they_belong_to(tmp_path: Pa
     assert [again.find(choice([token], [-0.5])) for token in (5, 6)] == entries
 
 
-def test_entries_of_old_steps_are_forgotten(tmp_path: Path) -> None:
+def test_entries_of_old_steps_are_deleted(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.db")
     for step in (0, 1, 2):
         ledger.record(entry([1], [step], [-0.5], step=step), "")

@@ -16,7 +16,7 @@ def parse(text: str, size: int) -> tuple[str, list[tuple[str, dict[str, object]]
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
-def test_calls_are_found_however_the_text_is_cut(size: int) -> None:
+def test_calls_are_found_however_the_text_is_split(size: int) -> None:
     add = ("add", {"a": 1, "b": 2})
     assert parse(f"I add. {CALL}{CALL} Done", size) == ("I add.  Done", [add, add])
 
@@ -33,9 +33,9 @@ def test_calls_are_found_however_the_text_is_cut(size: int) -> None:
         "ends with <tool_ca",
     ],
 )
-def test_what_is_no_call_stays_content(text: str, size: int) -> None:
+def test_an_invalid_call_stays_in_the_content(text: str, size: int) -> None:
     assert parse(text, size) == (text, [])
 
 
-def test_a_call_without_its_end_tag_counts_if_it_is_whole() -> None:
+def test_a_call_without_its_end_tag_counts_if_its_json_is_complete() -> None:
     assert parse('<tool_call>{"name": "x", "arguments": {}}', 4) == ("", [("x", {})])
