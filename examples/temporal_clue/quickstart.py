@@ -27,7 +27,7 @@ QUESTION = {
     "role": "user",
     "content": "Rose did it with the rope in the hall at noon. Who, weapon, room, time?",
 }
-LESSON = "The model learned the answer format and to find answers in the clues, not deduction"
+LESSON = "The model learned the answer format and how to find answers in the clues, not deduction"
 # For each size of puzzles: the config, and the puzzles for validation.
 SIZES = {
     "tiny": ("config.yaml", "validation.jsonl"),

@@ -51,7 +51,7 @@ class ArtBackendConfig(Config):
     base_model: str = "Qwen/Qwen2.5-7B-Instruct"
     """Base model. If the server has loaded one already, it must be the same."""
     api_key: pydantic.SecretStr = pydantic.SecretStr("default")
-    """Sent as a bearer token."""
+    """API key, sent as a bearer token."""
     delete_old_checkpoints: bool = False
     """Before every training step, delete all checkpoints except the newest."""
     init_args: InitArgs | None = None

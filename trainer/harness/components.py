@@ -175,7 +175,7 @@ class IntermediateStepsConfig(Config):
 
     type: Literal["intermediate_steps"] = Field(alias="_type")
     aggregate: Literal["sum", "mean", "last", "discounted"] = "sum"
-    """How the rewards are combined. A run without any scores 0."""
+    """How the rewards are combined. A run without rewards scores 0."""
     discount: float = Field(0.9, gt=0, le=1)
     """With `aggregate: discounted`, the weight of each reward relative to the next one."""
 

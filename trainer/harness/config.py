@@ -36,7 +36,7 @@ class LlmConfig(Config):
     base_url: str = "http://localhost:8000/v1"
     """Base URL of the endpoint. The default is that of `trainer serve`."""
     api_key: SecretStr = SecretStr("default")
-    """Sent as a bearer token."""
+    """API key, sent as a bearer token."""
     temperature: float | None = Field(None, ge=0, le=2)
     """Sampling temperature. Defaults to the endpoint's."""
     top_p: float | None = Field(None, gt=0, le=1)
@@ -70,7 +70,7 @@ class EvalGeneralConfig(Config):
     run_timeout: float = Field(600, gt=0)
     """Time limit of one workflow run, in seconds. A run that exceeds it is lost."""
     on_failure: Literal["continue", "stop"] = "continue"
-    """Whether a failed run is counted and skipped, or stops the whole run."""
+    """`continue` counts failed runs and trains on the others. `stop` ends the training."""
 
 
 class EvalConfig(Config):
@@ -125,7 +125,7 @@ class FinetuningConfig(Config):
     """The training run: its components, its length and its output."""
 
     enabled: bool = False
-    """Train. If false, `trainer finetune` does nothing."""
+    """Enable training. If false, `trainer finetune` does nothing."""
     trainer: str | None = None
     """The trainer to use, by its name in `trainers`."""
     trajectory_builder: str | None = None

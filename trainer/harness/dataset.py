@@ -52,9 +52,8 @@ def _rows(file: Path, kind: str, faults: list[str]) -> Iterator[tuple[int, Any]]
         except json.JSONDecodeError as exc:
             faults.append(f"line {exc.lineno}: not valid JSON ({exc.msg})")
         return
-    for number, line in enumerate(
-        text.split("\n"), 1
-    ):  # not splitlines(): JSON strings may contain U+2028
+    # Not splitlines(): JSON strings may contain U+2028.
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -225,10 +225,10 @@ def _regex(config: configs.RegexConfig) -> Callable[[WorkflowRun], float]:
         ) from exc
 
     def score(run: WorkflowRun) -> float:
-        found = pattern.search(str(run.output))
-        if not found or not pattern.groups:
-            return float(found is not None)
-        return float((found[1] or "").strip() == str(run.example.answer).strip())
+        match = pattern.search(str(run.output))
+        if not match or not pattern.groups:
+            return float(match is not None)
+        return float((match[1] or "").strip() == str(run.example.answer).strip())
 
     return score
 

@@ -53,7 +53,7 @@ class History:
     epoch: int = 0
     """Number of finished epochs."""
     idle: int = 0
-    """Number of epochs since the last that trained on something."""
+    """Number of epochs since the last one that trained on something."""
     trained: int = 0
     """Number of epochs that trained on something."""
     curriculum: CurriculumState = field(default_factory=lambda: CurriculumState(1.0))
@@ -87,10 +87,10 @@ class History:
     def pending(self) -> Pending | None:
         """Return the epoch that was sampled before a kill, if it is the next one."""
         try:
-            found = read_json(self.directory / PENDING, None)
+            saved = read_json(self.directory / PENDING, None)
         except json.JSONDecodeError:
             return None
-        return Pending(**found) if found and found["epoch"] == self.epoch + 1 else None
+        return Pending(**saved) if saved and saved["epoch"] == self.epoch + 1 else None
 
 
 def lock(directory: Path) -> IO[str]:
@@ -133,12 +133,12 @@ def resume(directory: Path) -> History | None:
 
 def set_aside(directory: Path) -> Path | None:
     """Move an earlier run's files to `previous/RUN_ID`, so a new run starts clean."""
-    found = [directory / name for name in FILES if (directory / name).exists()]
-    if not found:
+    files = [directory / name for name in FILES if (directory / name).exists()]
+    if not files:
         return None
     run_id = str((read_json(directory / STATE, None) or {}).get("run_id") or "unknown")
     target = directory / "previous" / run_id
     target.mkdir(parents=True, exist_ok=True)
-    for path in found:
+    for path in files:
         path.replace(target / path.name)
     return target

@@ -81,9 +81,9 @@ def _transcript(run: WorkflowRun) -> str:
 
 
 def _parse_scores(reply: str, count: int) -> list[float]:
-    found = re.search(r"\[[^\[\]]*\]", _without_thoughts(reply))
+    match = re.search(r"\[[^\[\]]*\]", _without_thoughts(reply))
     try:
-        scores = [float(score) for score in json.loads(found[0])] if found else []
+        scores = [float(score) for score in json.loads(match[0])] if match else []
     except (ValueError, TypeError):
         scores = []
     if len(scores) != count or not all(0 <= score <= 1 for score in scores):

@@ -229,15 +229,17 @@ class Llms:
     async def completions(self, handle: Llm) -> list[Completion]:
         """Return all calls of the run in order, from the gateway's record if there is one."""
         rollout = handle._rollout
-        found: list[Completion] = []
+        completions: list[Completion] = []
         for name, function in sorted(rollout.used, key=str):
             endpoint = self.endpoints[name]
             if endpoint.records:
                 id = _rollout_id(rollout.id, name, function)
-                found += await endpoint.recorded(id, function)
+                completions += await endpoint.recorded(id, function)
             else:
-                found += [c for c in rollout.completions if (c.llm, c.function) == (name, function)]
-        return sorted(found, key=lambda completion: completion.created)
+                completions += [
+                    c for c in rollout.completions if (c.llm, c.function) == (name, function)
+                ]
+        return sorted(completions, key=lambda completion: completion.created)
 
     def step_rewards(self, handle: Llm) -> list[float]:
         return list(handle._rollout.rewards)

@@ -31,7 +31,7 @@ def mean_metrics(runs: Iterable[WorkflowRun]) -> dict[str, float]:
         if run.failure is None:
             for name, value in run.metrics.items():
                 values.setdefault(name, []).append(value)
-    return {name: statistics.fmean(found) for name, found in sorted(values.items())}
+    return {name: statistics.fmean(numbers) for name, numbers in sorted(values.items())}
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -30,15 +30,15 @@ def import_object(name: str) -> Any:
             f"Cannot import `{name}`: {exc}",
             hint=f"Run in the directory that contains `{module_name}`, or install it",
         ) from exc
-    found: Any = module
+    target: Any = module
     for part in attribute.split("."):
         try:
-            found = getattr(found, part)
+            target = getattr(target, part)
         except AttributeError:
-            near = difflib.get_close_matches(part, dir(found), n=1)
+            near = difflib.get_close_matches(part, dir(target), n=1)
             hint = f"Did you mean `{near[0]}`?" if near else "Check the name after the colon"
             raise ConfigError(f"Module `{module_name}` has no `{part}`", hint=hint) from None
-    return found
+    return target
 
 
 def create_component(config: CustomConfig) -> Any:

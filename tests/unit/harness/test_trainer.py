@@ -152,10 +152,10 @@ def read(tmp_path: Path, name: str) -> Any:
 async def test_validation_comes_before_the_first_epoch_every_interval_and_after_the_last(
     tmp_path: Path,
 ) -> None:
-    found = context(
+    setup = context(
         tmp_path, FakeBuilder(rising), FakeAdapter(), validation=lambda: 0.5, interval=2
     )
-    await train(found, 5)
+    await train(setup, 5)
     assert [row["epoch"] for row in read(tmp_path, "validation_history.json")] == [0, 2, 4, 5]
 
 
@@ -196,17 +196,17 @@ async def test_resuming_on_a_backend_without_the_runs_steps_is_an_error(tmp_path
 
 async def test_a_run_stops_when_the_metric_no_longer_rises(tmp_path: Path) -> None:
     values = iter([0.1, 0.5, 0.6, 0.6, 0.55, 0.9, 0.9])
-    found = context(
+    setup = context(
         tmp_path, FakeBuilder(rising), FakeAdapter(), validation=lambda: next(values), interval=1,
         early_stopping={"patience": 2, "min_delta": 0.01},
     )  # fmt: skip
-    assert len(await train(found, 6)) == 4
+    assert len(await train(setup, 6)) == 4
 
 
 async def test_a_run_stops_when_the_metric_reaches_the_target(tmp_path: Path) -> None:
     stop = {"metric": "avg_reward", "target": 0.35}
-    found = context(tmp_path, FakeBuilder(rising), FakeAdapter(), early_stopping=stop)
-    await train(found, 9)
+    setup = context(tmp_path, FakeBuilder(rising), FakeAdapter(), early_stopping=stop)
+    await train(setup, 9)
     assert len(read(tmp_path, "reward_history.json")) == 3
 
 
@@ -219,9 +219,9 @@ async def test_groups_whose_rewards_are_equal_are_not_submitted(tmp_path: Path) 
 async def test_nothing_to_train_on_from_the_start_is_an_error_with_the_reason(
     tmp_path: Path,
 ) -> None:
-    found = context(tmp_path, FakeBuilder(lambda _: [[1.0, 1.0]]), FakeAdapter())
+    setup = context(tmp_path, FakeBuilder(lambda _: [[1.0, 1.0]]), FakeAdapter())
     with pytest.raises(NothingToTrainOn, match="in 3 epochs: 1 groups: equal_rewards"):
-        await train(found, 10)
+        await train(setup, 10)
 
 
 async def test_a_task_solved_late_in_a_run_is_no_error(tmp_path: Path) -> None:
@@ -300,39 +300,39 @@ async def test_validation_added_on_resume_has_no_entry_for_epoch_0(
     await train(context(tmp_path, FakeBuilder(rising), first), 4)
     second = FakeAdapter()
     second.step = first.step + 1  # the third epoch is trained
-    found = context(
+    setup = context(
         tmp_path, FakeBuilder(rising), second, validation=lambda: 0.5, interval=9, resume=True
     )
-    await train(found, 4)
+    await train(setup, 4)
     assert second.submitted == [rising(3)]
     assert [row["epoch"] for row in read(tmp_path, "validation_history.json")] == [4]
 
 
 async def test_a_plateau_stops_a_run_without_min_delta(tmp_path: Path) -> None:
-    found = context(
+    setup = context(
         tmp_path, FakeBuilder(rising), FakeAdapter(), validation=lambda: 1.0, interval=1,
         early_stopping={"patience": 2},
     )  # fmt: skip
-    assert len(await train(found, 9)) == 2
+    assert len(await train(setup, 9)) == 2
 
 
 async def test_early_stopping_on_validation_needs_a_validation_dataset(tmp_path: Path) -> None:
-    found = context(tmp_path, FakeBuilder(rising), FakeAdapter(), early_stopping={"patience": 2})
+    setup = context(tmp_path, FakeBuilder(rising), FakeAdapter(), early_stopping={"patience": 2})
     with pytest.raises(ConfigError, match="no validation dataset"):
-        await train(found, 2)
+        await train(setup, 2)
 
 
 @pytest.mark.parametrize("count", [6, 25])
 async def test_an_epoch_over_two_passes_has_each_example_once(tmp_path: Path, count: int) -> None:
-    found = context(tmp_path, FakeBuilder(rising), FakeAdapter())
-    found.examples = [Example(f"e/{number}", "q", "a", {}) for number in range(10)]
+    setup = context(tmp_path, FakeBuilder(rising), FakeAdapter())
+    setup.examples = [Example(f"e/{number}", "q", "a", {}) for number in range(10)]
     builder = ARTTrajectoryBuilder(
         ArtTrajectoryBuilderConfig.model_validate(
             {"_type": "openpipe_art_traj_builder", "examples_per_epoch": count}
         )
     )
     for epoch in range(5):
-        chosen = [example.id for example in builder._examples(found, epoch)]
+        chosen = [example.id for example in builder._examples(setup, epoch)]
         assert 0 < len(chosen) <= count and len(set(chosen)) == len(chosen)
 
 
@@ -344,11 +344,11 @@ def test_every_example_id_becomes_a_valid_and_unique_url_part() -> None:
 
 
 async def test_a_timeout_error_from_the_agent_is_a_workflow_failure(tmp_path: Path) -> None:
-    found = context(tmp_path, FakeBuilder(rising), FakeAdapter())
+    setup = context(tmp_path, FakeBuilder(rising), FakeAdapter())
 
     async def workflow(example: Example, llm: Any) -> float:
         raise TimeoutError("the tool")
 
-    found.runner._workflow = workflow
-    ((run,),) = await found.runner.run([Example("e", "q", "a", {})], 1, "x", lambda run: None)
+    setup.runner._workflow = workflow
+    ((run,),) = await setup.runner.run([Example("e", "q", "a", {})], 1, "x", lambda run: None)
     assert (run.failure, run.error) == (Failure.WORKFLOW, "TimeoutError: the tool")
