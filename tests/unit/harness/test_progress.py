@@ -1,8 +1,11 @@
 import io
 import logging
+from types import SimpleNamespace
 
+import pytest
 from rich.console import Console
 
+from trainer.harness import progress as module
 from trainer.harness.progress import ConsoleLines, Progress
 from trainer.harness.types import Example, WorkflowRun
 
@@ -20,10 +23,13 @@ def draw(console: Console) -> str:
     return console.file.getvalue()
 
 
-def test_a_terminal_shows_reward_and_time_left() -> None:
+def test_a_terminal_shows_reward_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Each look at the clock takes 5 s. One epoch of 15 s is done, and two are left.
+    clock = iter(range(0, 1000, 5))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     drawn = draw(Console(file=io.StringIO(), force_terminal=True, width=120, color_system=None))
     assert "epochs" in drawn and "2/4" in drawn
-    assert "reward 0.500, validation 0.750, 0:00 left" in drawn
+    assert "reward 0.500, validation 0.750, 0:30 left" in drawn
 
 
 def test_a_pipe_shows_no_bar() -> None:
