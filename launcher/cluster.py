@@ -27,7 +27,7 @@ from launcher.provider import (
     live_server,
 )
 from launcher.settings import Settings, read
-from launcher.startup import Early, Showing, ended_early, kept
+from launcher.startup import BackgroundContext, LogFollower, already_running, startup_error
 from launcher.state import (
     add_secret_names,
     launch_lock,
@@ -99,19 +99,19 @@ class Cluster:
             server = self._server() or self.provider.resume(self.name)
             record = self.provider.ports_record(self.name)
             ports = (read_ports(record) if server else None) or task.ports
-            with Early(lambda: self._tunnel(ports)) as tunnel:
+            with BackgroundContext(lambda: self._tunnel(ports)) as tunnel:
                 if server is None:
                     add_secret_names(self.name, task.secrets)
                     progress(describe_lease(task.envs, task.max_cost))
                     record.unlink(missing_ok=True)  # an earlier cluster's, if that ended by itself
                     # Opening ssh takes seconds, and so does the rest of a launch: do both at once.
                     server = self.provider.launch(
-                        self.name, task, arguments, reachable=tunnel.begin
+                        self.name, task, arguments, reachable=tunnel.start
                     )
                     if server is None:
                         return False
                 else:
-                    progress(kept(self.name, server, task, [*arguments, *options]))
+                    progress(already_running(self.name, server, task, [*arguments, *options]))
                 write_ports(record, ports)
                 self._wait_until_healthy(server.id, tunnel, progress, log, interval)
         return True
@@ -269,16 +269,16 @@ class Cluster:
     def _wait_until_healthy(
         self,
         run_id: str,
-        tunnel: Early[Endpoints],
+        tunnel: BackgroundContext[Endpoints],
         progress: Callable[[str], None],
         log: TextIO | None,
         interval: float,
     ) -> None:
         """Wait without a time limit while the run is alive: a setup may take long."""
         started = time.monotonic()
-        with Showing(
+        with LogFollower(
             lambda out: self.provider.logs(self.name, run_id, follow=True, tail=0, out=out)
-        ) as showing:
+        ) as follower:
             while True:
                 endpoints, next_check = tunnel.value(), time.monotonic() + interval
                 while time.monotonic() < next_check:
@@ -287,9 +287,9 @@ class Cluster:
                     time.sleep(0.3)
                 status = self._run(run_id).status
                 if status.over:
-                    raise ended_early(self.provider, self.name, run_id)
+                    raise startup_error(self.provider, self.name, run_id)
                 pending = status is RunStatus.PENDING
                 activity = "Waiting in the cluster's queue" if pending else "Setting up the server"
                 progress(f"{activity}… {time.monotonic() - started:.0f} s")
                 if log is not None and not pending:
-                    showing.start(log)
+                    follower.start(log)

@@ -15,27 +15,28 @@ from launcher.task import Task
 T = TypeVar("T")
 
 
-class Early(Generic[T]):
-    """Enters `make()` beside the caller from `begin` on; `value` waits for what it gives.
+class BackgroundContext(Generic[T]):
+    """Enters the context manager that `make` returns in a thread, from `start` on.
 
-    Closed at the end of the `with`, whether anybody asked for it or not.
+    It is exited at the end of the `with`, whether `value` was called or not.
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager[T]]) -> None:
         self._make = make
         self._pool = ThreadPoolExecutor(1)
         self._stack = contextlib.ExitStack()
-        self._opened: Future[T] | None = None
+        self._entered: Future[T] | None = None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Safe to repeat."""
-        if self._opened is None:
-            self._opened = self._pool.submit(lambda: self._stack.enter_context(self._make()))
+        if self._entered is None:
+            self._entered = self._pool.submit(lambda: self._stack.enter_context(self._make()))
 
     def value(self) -> T:
-        self.begin()
-        assert self._opened is not None
-        return self._opened.result()
+        """Return the context's value, as soon as it is entered."""
+        self.start()
+        assert self._entered is not None
+        return self._entered.result()
 
     def __enter__(self) -> Self:
         return self
@@ -45,71 +46,74 @@ class Early(Generic[T]):
         self._stack.close()
 
 
-class Showing:
-    """Follows a log beside the caller, from `start` until the end of the `with`.
+class LogFollower:
+    """Follows a log in a thread, from `start` until the end of the `with`.
 
-    `follow` is given what to write to, and is asked to stop by an error when it next writes.
+    `follow` gets the stream to write to. Its first write after the end raises an error.
     """
 
     def __init__(self, follow: Callable[[TextIO], None]) -> None:
         self._follow = follow
-        self._valve: _Valve | None = None
+        self._stream: _ClosableStream | None = None
 
     def start(self, out: TextIO) -> None:
-        """Safe to repeat: one log is shown once."""
-        if self._valve is None:
-            self._valve = _Valve(out)
-            threading.Thread(target=self._run, args=(self._valve,), daemon=True).start()
+        """Safe to repeat: the log is shown once."""
+        if self._stream is None:
+            self._stream = _ClosableStream(out)
+            threading.Thread(target=self._run, args=(self._stream,), daemon=True).start()
 
-    def _run(self, valve: "_Valve") -> None:
+    def _run(self, stream: "_ClosableStream") -> None:
         with contextlib.suppress(Exception):  # a log that cannot be shown stops nothing
-            self._follow(cast(TextIO, valve))
+            self._follow(cast(TextIO, stream))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._valve is not None:
-            self._valve.open = False
+        if self._stream is not None:
+            self._stream.is_open = False
 
 
-class _Valve(io.TextIOBase):
+class _ClosableStream(io.TextIOBase):
+    """Writes to `out` until it is closed, and leaves `out` open."""
+
     def __init__(self, out: TextIO) -> None:
         self._out = out
-        self.open = True
+        self.is_open = True
 
     def write(self, text: str) -> int:
-        if not self.open:
-            raise RuntimeError("nobody looks any more")
+        if not self.is_open:
+            raise RuntimeError("the log is not shown any more")
         return self._out.write(text)
 
     def flush(self) -> None:
-        if self.open:
+        if self.is_open:
             self._out.flush()
 
 
-def kept(cluster: str, server: Run, task: Task, given: Sequence[str]) -> str:
-    """That a server runs already, and what was given for a new one, without any value of it."""
-    options = [f"`{it.partition('=')[0]}`" for it in given if it.startswith("-")]
-    other = [f"`{task.path}`"] if server.name != task.name else []
-    told = f"The server of cluster `{cluster}` runs already, with its first lease"
-    if not (ignored := ", ".join(dict.fromkeys([*other, *options]))):
-        return told
-    return f"{told}; not applied, since the cluster exists: {ignored}"
+def already_running(cluster: str, server: Run, task: Task, given: Sequence[str]) -> str:
+    """Say that a server runs already, and which arguments have no effect. No value is shown."""
+    options = [f"`{argument.partition('=')[0]}`" for argument in given if argument.startswith("-")]
+    other_task = [f"`{task.path}`"] if server.name != task.name else []
+    ignored = ", ".join(dict.fromkeys([*other_task, *options]))
+    message = f"The server of cluster `{cluster}` is already running, with its original lease"
+    if not ignored:
+        return message
+    return f"{message}; not applied, because the cluster exists: {ignored}"
 
 
-def ended_early(provider: Provider, cluster: str, run_id: str) -> ProviderError:
-    """Why a server is not there, by the last lines of its log."""
+def startup_error(provider: Provider, cluster: str, run_id: str) -> ProviderError:
+    """Return the error that explains, from the end of its log, why a server did not start."""
     out = io.StringIO()
     provider.logs(cluster, run_id, follow=False, tail=20, out=out)
     lines = [line.strip() for line in out.getvalue().splitlines() if line.strip()]
-    see = f"See why with `launcher logs {run_id} -c {cluster}`"
+    see_log = f"See why with `launcher logs {run_id} -c {cluster}`"
     if any(SETUP_FAILED in line for line in lines):
         return ProviderError(
             f"The setup of cluster `{cluster}` failed",
-            hint=f"{see}, mend it and launch again, or `launcher down -c {cluster}`",
+            hint=f"{see_log}, fix it and launch again, or `launcher down -c {cluster}`",
         )
-    last = f"`{lines[-1]}`" if lines else "it wrote nothing"
+    last = f"`{lines[-1]}`" if lines else "its log is empty"
     return ProviderError(
-        f"The server of cluster `{cluster}` ended before it was healthy: {last}", hint=see
+        f"The server of cluster `{cluster}` exited before it was healthy: {last}", hint=see_log
     )

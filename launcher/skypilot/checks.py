@@ -1,4 +1,4 @@
-"""What `doctor` asks SkyPilot: its version, its API server, the clouds and their quotas."""
+"""The checks of `launcher doctor` for SkyPilot: version, API server, clouds and quotas."""
 
 import importlib.metadata
 
@@ -6,8 +6,8 @@ from launcher.errors import LauncherError
 from launcher.provider import Check
 from launcher.skypilot.door import ANY, sky, translated
 
-_WANTED = "0.14"
-# What a new account may not rent before it asked: the first launch of a GPU fails without it.
+_VERSION = "0.14"
+# Where each cloud shows its GPU quota. It is 0 in a new account, so the first launch would fail.
 _QUOTA = {
     "aws": "Service Quotas, EC2, `Running On-Demand P instances`",
     "gcp": "IAM & Admin, Quotas, `GPUS_ALL_REGIONS` and `NVIDIA_H100_GPUS`",
@@ -16,20 +16,20 @@ _QUOTA = {
 
 
 def checks() -> list[Check]:
-    """SkyPilot from the inside out; what hangs on a broken thing is not asked."""
+    """Check SkyPilot layer by layer, and skip the checks that depend on a failed one."""
     version = importlib.metadata.version("skypilot")
     found = [
         Check(
             "SkyPilot",
-            version.startswith(_WANTED),
-            f"version {version}, and {_WANTED} is what this was built on",
+            version.startswith(_VERSION),
+            f"version {version}; the launcher is built for {_VERSION}",
             "Install it with `scripts/install`",
         )
     ]
     skypilot = sky()
     try:
         with translated(ANY):
-            # Starts a local one that is not up, as every other command would.
+            # Starts a local API server if none runs, like every other command.
             clouds = skypilot.get(skypilot.client.sdk.enabled_clouds())
             server = skypilot.api_info()
     except LauncherError as error:
@@ -40,12 +40,14 @@ def checks() -> list[Check]:
         Check(
             "clouds",
             bool(clouds),
-            f"SkyPilot has credentials of: {names}" if clouds else "SkyPilot may use no cloud yet",
-            "See with `sky check` what each cloud needs",
+            f"SkyPilot has credentials for: {names}"
+            if clouds
+            else "SkyPilot has no access to any cloud",
+            "Run `sky check` to see what each cloud needs",
         )
     )
     for cloud in clouds:
         if where := _QUOTA.get(str(cloud).lower()):
-            told = f"SkyPilot cannot see the GPU quota of {cloud}; it is under {where}"
-            found.append(Check("quota", True, told, "Ask for more there before you launch a GPU"))
+            message = f"SkyPilot cannot read the GPU quota of {cloud}; it is under {where}"
+            found.append(Check("quota", True, message, "Raise it before you launch a GPU"))
     return found

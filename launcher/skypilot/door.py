@@ -1,6 +1,6 @@
-"""The door to SkyPilot: the only module that imports `sky`, and the place its errors become ours.
+"""The door to SkyPilot: the only module that imports `sky`, and where its errors become ours.
 
-SkyPilot's SDK only queues: every call returns a request id, and its errors surface in `sky.get`.
+SkyPilot's SDK queues requests: a call returns a request id, and `sky.get` raises the errors.
 """
 
 import contextlib
@@ -25,57 +25,62 @@ from launcher.errors import (
     TaskError,
 )
 
-# Before SkyPilot is imported: it reads this once. Whoever wants to report usage sets it to 0.
+# Set before the import, when SkyPilot reads it. Set it to 0 to report usage to SkyPilot.
 os.environ.setdefault("SKYPILOT_DISABLE_USAGE_COLLECTION", "1")
 
-_DEAD = (
+_NO_API_SERVER = (
     ProviderError,
     "SkyPilot's API server does not answer",
-    ("Start it with `sky api start`, and see which one is asked with `sky api info`"),
+    "Start it with `sky api start`; `sky api info` shows which one is used",
 )
-# By the name of SkyPilot's error: ours, what happened and what to do. `{what}` is its first line.
+# The name of SkyPilot's error: our error, its message and its hint. `{reason}` is the first line of
+# SkyPilot's message.
 _ERRORS: dict[str, tuple[type[LauncherError], str, str | None]] = {
     "ClusterDoesNotExist": (ClusterNotFound, "There is no cluster `{cluster}`", None),
-    "NoCloudAccessError": (NoCloud, "SkyPilot may use no cloud yet", None),
-    "ResourcesUnavailableError": (NoCapacity, "Nobody has what `{cluster}` asks for: {what}", None),
+    "NoCloudAccessError": (NoCloud, "SkyPilot has no access to any cloud", None),
+    "ResourcesUnavailableError": (
+        NoCapacity,
+        "No capacity for cluster `{cluster}`: {reason}",
+        None,
+    ),
     "ResourcesMismatchError": (
         ProviderError,
-        "Cluster `{cluster}` is there with other resources: {what}",
-        "Leave the resources as they are, or end it with `launcher down` first",
+        "Cluster `{cluster}` exists with other resources: {reason}",
+        "Request the same resources, or end the cluster with `launcher down` first",
     ),
     "ClusterNotUpError": (
         ProviderError,
         "Cluster `{cluster}` is not up",
-        "Finish it with `launcher up -c {cluster}`, or end it with `launcher down -c {cluster}`",
+        "Bring it up with `launcher up -c {cluster}`, or end it with `launcher down -c {cluster}`",
     ),
-    "ApiServerConnectionError": _DEAD,
-    "ConnectionError": _DEAD,
-    "ConnectTimeout": _DEAD,
+    "ApiServerConnectionError": _NO_API_SERVER,
+    "ConnectionError": _NO_API_SERVER,
+    "ConnectTimeout": _NO_API_SERVER,
     "RequestCancelled": (
         ProviderError,
-        "Another command cancelled what SkyPilot did for cluster `{cluster}`",
-        "Run this one again",
+        "Another command cancelled SkyPilot's request for cluster `{cluster}`",
+        "Run this command again",
     ),
-    "ValueError": (TaskError, "SkyPilot does not take this task: {what}", None),
+    "ValueError": (TaskError, "SkyPilot does not accept this task: {reason}", None),
     "InvalidSkyPilotConfigError": (
         ProviderError,
-        "SkyPilot's configuration is wrong: {what}",
-        "Mend `~/.sky/config.yaml`",
+        "SkyPilot's configuration is invalid: {reason}",
+        "Fix `~/.sky/config.yaml`",
     ),
 }
 ANY = "*"
-"""In place of a cluster's name, where something is asked of SkyPilot that is not about one."""
+"""Stands for a cluster's name in `translated`, for calls that are not about one cluster."""
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 _replacement: Any = None
 Fake = TypeVar("Fake")
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Part arguments of `sky launch` into the positional ones and the options with their values."""
+    """Split arguments of `sky launch` into positional ones and options with their values."""
     positional = list(parse(launch_command(), list(arguments)).params["entrypoint"])
     options = list(arguments)
     for value in positional:
-        last = len(options) - 1 - options[::-1].index(value)  # options may hold the same word
+        last = len(options) - 1 - options[::-1].index(value)  # an option may have the same value
         del options[last]
     return positional, options
 
@@ -118,19 +123,20 @@ def _module(name: str = "") -> Any:
 
 
 def parse(launch: Any, arguments: list[str]) -> Any:
+    """Parse arguments with the click command of `sky launch`, and return its context."""
     import click
 
     try:
         context = launch.make_context("sky launch", arguments)
     except click.ClickException as exc:
         raise LauncherError(
-            f"`sky launch` does not take these arguments: {exc.format_message()}",
-            hint="See what it takes with `sky launch --help`",
+            f"`sky launch` does not accept these arguments: {exc.format_message()}",
+            hint="See its options with `sky launch --help`",
         ) from exc
     if context.params["async_call"]:
         raise LauncherError(
-            "`--async` would leave before the server starts, which `launcher up` does itself",
-            hint="Leave it out; what was interrupted goes on with the next `launcher up`",
+            "`--async` would return before `launcher up` could start the server",
+            hint="Leave it out; if you interrupt `launcher up`, the next one continues",
         )
     return context
 
@@ -139,12 +145,12 @@ def parse(launch: Any, arguments: list[str]) -> Any:
 def translated(cluster: str) -> Iterator[None]:
     """Turn SkyPilot's errors into ours, keeping the original as the cause.
 
-    What it prints goes to stderr: it is for people, and stdout is for data. All threads share one
-    stdout, so only the main one moves it.
+    SkyPilot's own output goes to stderr, because stdout is for data. All threads share one stdout,
+    so only the main thread redirects it.
     """
-    main = threading.current_thread() is threading.main_thread()
+    is_main = threading.current_thread() is threading.main_thread()
     try:
-        with contextlib.redirect_stdout(sys.stderr) if main else contextlib.nullcontext():
+        with contextlib.redirect_stdout(sys.stderr) if is_main else contextlib.nullcontext():
             yield
     except (KitError, KeyboardInterrupt):
         raise
@@ -154,36 +160,37 @@ def translated(cluster: str) -> Iterator[None]:
 
 def _ours(exc: Exception, cluster: str) -> LauncherError:
     lines = [_COLOR.sub("", line).strip() for line in str(exc).splitlines()]
-    what = next((line for line in lines if line), type(exc).__name__)
-    about = "SkyPilot failed" if cluster == ANY else "Cluster `{cluster}`"
-    default = ProviderError, f"{about}: {{what}}", None
+    reason = next((line for line in lines if line), type(exc).__name__)
+    subject = "SkyPilot failed" if cluster == ANY else "Cluster `{cluster}`"
+    default = ProviderError, f"{subject}: {{reason}}", None
     names = [kind.__name__ for kind in type(exc).__mro__]
     error, message, hint = next((_ERRORS[name] for name in names if name in _ERRORS), default)
-    where = {"cluster": cluster, "what": what}
-    return error(message.format_map(where), hint=hint and hint.format_map(where))
+    values = {"cluster": cluster, "reason": reason}
+    return error(message.format_map(values), hint=hint and hint.format_map(values))
 
 
 @contextlib.contextmanager
-def reading(out: TextIO) -> Iterator["Reader"]:
-    """Gives what SkyPilot may write a log for `out` to; `BrokenPipeError` when nobody reads it."""
-    reader = Reader(out)
+def log_stream(out: TextIO) -> Iterator["LogStream"]:
+    """Give a stream to which SkyPilot can write a log; `BrokenPipeError` if `out` is closed."""
+    stream = LogStream(out)
     try:
-        yield reader
+        yield stream
     except KeyboardInterrupt:
-        if reader.gone:
-            raise BrokenPipeError(errno.EPIPE, "nobody reads the log any more") from None
+        if stream.is_broken:
+            raise BrokenPipeError(errno.EPIPE, "the reader of the log has closed it") from None
         raise
 
 
-class Reader(io.TextIOBase):
-    """`out` as SkyPilot may write to it, which takes a closed pipe for a lost connection.
+class LogStream(io.TextIOBase):
+    """Writes to `out`, and raises `KeyboardInterrupt` when `out` is a closed pipe.
 
-    It would connect again and again; an interrupt is what it lets pass.
+    SkyPilot would take a `BrokenPipeError` for a lost connection and connect again and again. It
+    does not catch an interrupt.
     """
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
-        self.gone = False
+        self.is_broken = False
 
     def write(self, text: str) -> int:
         with self._interrupting():
@@ -198,17 +205,17 @@ class Reader(io.TextIOBase):
         try:
             yield
         except BrokenPipeError:
-            self.gone = True
+            self.is_broken = True
             raise KeyboardInterrupt from None
 
 
 def write_alias(cluster: str) -> None:
-    """Write the ssh alias of a cluster that is up, as `sky status` does; the SDK cannot."""
+    """Write the ssh alias of a cluster that is up, as `sky status` does. The SDK cannot do this."""
     command = _module("client.cli.command")
     with translated(cluster):
         command._get_cluster_records_and_set_ssh_config([cluster])
 
 
 def forget_alias(cluster: str) -> None:
-    """Remove the ssh alias, which SkyPilot keeps where a cluster was never whole."""
+    """Remove the ssh alias. SkyPilot keeps that of a cluster that was never fully up."""
     _module("utils.cluster_utils").SSHConfigHelper.remove_cluster(cluster)

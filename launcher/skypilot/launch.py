@@ -77,7 +77,7 @@ def _start_server(name: str, plan: LaunchPlan, cost: Callable[[str], Cost]) -> R
     envs = dict(plan.envs)
     if plan.task.max_cost is not None:
         envs["ART_MAX_HOURS"] = _hours_within(cost(name), plan.task.max_cost, envs)
-    return sky_runs.start(name, plan.server_config(_server_share(name), envs), envs, plan.secrets)
+    return sky_runs.start(name, plan.server_config(_server_share(name)), envs, plan.secrets)
 
 
 def _own_arguments(name: str, task: Task, path: Path) -> list[str]:

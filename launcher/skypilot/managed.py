@@ -1,8 +1,8 @@
-"""Managed runs: a command and a server on a cluster of their own, which SkyPilot replaces if lost.
+"""Managed runs: a command and its server on a separate cluster, which SkyPilot replaces if lost.
 
-What must outlive a cluster is the server's state: in the bucket of `.env`, or in a directory that
-every cluster of the same place sees. A command that asks the server for its step, as ART's clients
-do, then goes on from the last checkpoint.
+The server's state has to outlive a cluster. It is in the bucket that `.env` names, or in a
+directory that all clusters share. A command that gets the current step from the server, as ART's
+clients do, then continues from the last checkpoint.
 """
 
 import shlex
@@ -17,10 +17,10 @@ from launcher.errors import LauncherError, ProviderError, TaskError
 from launcher.files import refuse_unignored_env_file
 from launcher.provider import CLUSTER_STATE_DIR, WORKDIR, Run, RunStatus
 from launcher.settings import Settings
-from launcher.skypilot.door import reading, sky, translated
+from launcher.skypilot.door import log_stream, sky, translated
 from launcher.task import Task
 
-# A run is pending too while SkyPilot brings up a cluster for it, the first or the next.
+# Any other status that is not final means that SkyPilot is bringing up a cluster: pending.
 _STATUS = {
     "RUNNING": RunStatus.RUNNING,
     "WINDING_DOWN": RunStatus.RUNNING,
@@ -28,20 +28,20 @@ _STATUS = {
     "SUCCEEDED": RunStatus.SUCCEEDED,
     "CANCELLED": RunStatus.CANCELLED,
 }
-# In parentheses: SkyPilot adds to the end what waits for uploads to a bucket, and keeps the code.
+# In a subshell: SkyPilot appends commands that wait for uploads to a bucket, and keeps the code.
 _SCRIPT = """\
 (
 mkdir -p ~/{workdir} && cd ~/{workdir} || exit 1
 {state}
 [ ! -f .venv/bin/activate ] || . .venv/bin/activate
-set -m  # each of the two leads its own processes, and is ended with all of them
+set -m  # server and command each lead a process group, which is killed as a whole
 ( {server}
 ) & server=$!
 trap 'kill -- -$server 2>/dev/null; wait $server' EXIT
 for port in {ports}; do
   until (exec 3<>/dev/tcp/127.0.0.1/$port) 2>/dev/null; do
     if ! kill -0 $server 2>/dev/null; then
-      echo "The server ended before the command began" >&2
+      echo "The server exited before the command started" >&2
       exit 1
     fi
     sleep 1
@@ -51,7 +51,7 @@ bash -c {command} & command=$!
 wait -n $server $command
 code=$?
 if kill -0 $command 2>/dev/null; then
-  echo "The server ended before the command did" >&2
+  echo "The server exited before the command" >&2
   kill -- -$command
   exit 1
 fi
@@ -61,7 +61,7 @@ exit $code
 
 
 def start(task: Task, command: str, settings: Settings, *, state_dir: str | None) -> str:
-    """Start `command` beside the task's server on a cluster of its own; returns the run's id."""
+    """Start `command` and the task's server on a new cluster, and return the run's id."""
     config = _config(task, command, settings, state_dir)
     refuse_unignored_env_file(config.get("workdir"))
     skypilot = sky()
@@ -71,23 +71,23 @@ def start(task: Task, command: str, settings: Settings, *, state_dir: str | None
             env_overrides=list(task.envs.items()),
             secrets_overrides=list(task.secrets.items()),
         )
-        # Not `stream_and_get`: what it shows ends with an escape sequence on stdout itself.
+        # Not `stream_and_get`, which ends with an escape sequence on stdout.
         ids, _ = skypilot.get(skypilot.jobs.launch(job, name=task.name))
     if not ids:
-        raise ProviderError("SkyPilot gave the managed run no id")
+        raise ProviderError("SkyPilot returned no id for the managed run")
     return str(ids[0])
 
 
 def wait(run_id: str) -> bool:
-    """Show the output of a managed run until it is over; whether it went well."""
+    """Show the output of a managed run until it is over, and return whether it succeeded."""
     logs(run_id, follow=True)
     while not (run := _run(run_id)).status.over:
-        time.sleep(5)  # it is between two clusters
+        time.sleep(5)  # SkyPilot is replacing its cluster
     return run.status is RunStatus.SUCCEEDED
 
 
 def runs() -> list[Run]:
-    """Every managed run that SkyPilot remembers, oldest first."""
+    """All managed runs that SkyPilot has on record, oldest first."""
     return _runs(refresh=False)
 
 
@@ -103,7 +103,7 @@ def logs(run_id: str | None, *, follow: bool, tail: int = 0) -> None:
     else:
         _run(run_id)
     skypilot = sky()
-    with reading(sys.stdout) as out, translated(run_id):
+    with log_stream(sys.stdout) as out, translated(run_id):
         skypilot.jobs.tail_logs(
             job_id=int(run_id), follow=follow, tail=tail or None, output_stream=out
         )
@@ -135,7 +135,7 @@ def _runs(*, refresh: bool, ids: Sequence[int] | None = None) -> list[Run]:
             queue = skypilot.jobs.queue_v2(refresh=refresh, job_ids=ids)
             records, *_ = skypilot.get(queue)
         except skypilot.exceptions.ClusterNotUpError:
-            return []  # what keeps managed runs was never started
+            return []  # no managed run was ever started, so their controller is not up
     return [
         Run(str(record["job_id"]), record["job_name"], _status(record["status"]))
         for record in sorted(records, key=lambda record: int(record["job_id"]))
@@ -151,7 +151,7 @@ def _config(task: Task, command: str, settings: Settings, state_dir: str | None)
     config = dict(task.config)
     if (nodes := config.get("num_nodes") or 1) > 1:
         raise TaskError(
-            f"`{task.path}` asks for {nodes} machines, and a managed run has one",
+            f"`{task.path}` requests {nodes} machines, but a managed run has one",
             hint="Use `sky/art.yaml` or `sky/art-multi-gpu.yaml`, or leave `--managed` out",
         )
     mounts = dict(config.get("file_mounts") or {})
@@ -159,16 +159,16 @@ def _config(task: Task, command: str, settings: Settings, state_dir: str | None)
     if state_dir is not None:
         if not state_dir.startswith("/"):
             raise LauncherError(
-                f"`--state-dir` is `{state_dir}`, which another cluster would not find",
-                hint="Give a whole path on a disk that all of them share",
+                f"`--state-dir` is `{state_dir}`, which other clusters would not find",
+                hint="Give an absolute path on a disk that all of them share",
             )
         mounts.pop(f"~/{CLUSTER_STATE_DIR}", None)
-        where = shlex.quote(state_dir)
-        state = f"mkdir -p {where} && ln -sfn {where} {STATE_DIR} || exit 1"
+        target = shlex.quote(state_dir)
+        state = f"mkdir -p {target} && ln -sfn {target} {STATE_DIR} || exit 1"
     elif f"~/{CLUSTER_STATE_DIR}" not in mounts:
         raise LauncherError(
-            "A managed run has no place that outlives its cluster",
-            hint="Set `ART_BUCKET` in `.env`, or give `--state-dir` on a disk that is shared",
+            "A managed run needs storage that outlives its cluster",
+            hint="Set `ART_BUCKET` in `.env`, or give `--state-dir` on a shared disk",
         )
     resources = dict(config.get("resources") or {})
     resources.pop("autostop", None)  # SkyPilot ends the cluster with the run

@@ -38,6 +38,8 @@ class LaunchPlan:
     num_nodes: int
     setup: str | None
     """Script that prepares the machines; None when the task has none or it is skipped."""
+    server_script: str
+    """Script of the job that runs the server, with the setup unless that comes first."""
     resources: Mapping[str, Any] | None
     """Resources of a launch in one request; None on the other routes."""
     envs: Mapping[str, str]
@@ -57,26 +59,18 @@ class LaunchPlan:
         ours = ("run", "setup")
         config = {key: value for key, value in self.task.config.items() if key not in ours}
         if self.resources is not None:
-            return config | self.server_config(self.resources, self.envs)
+            return config | self.server_config(self.resources)
         if self.route is Route.SETUP_FIRST:
             return config | {"setup": self.setup}
         return config
 
-    def server_config(
-        self, resources: Mapping[str, Any], envs: Mapping[str, str]
-    ) -> dict[str, Any]:
+    def server_config(self, resources: Mapping[str, Any]) -> dict[str, Any]:
         """The task of the job that runs the server."""
-        script = scripts.server(
-            self.task.config["run"],
-            None if self.route is Route.SETUP_FIRST else self.setup,
-            envs,
-            hours_include_setup=self.task.max_cost is not None,
-        )
         return {
             "name": self.run_name,
             "num_nodes": self.num_nodes,
             "resources": dict(resources),
-            "run": script,
+            "run": self.server_script,
         }
 
 
@@ -115,6 +109,11 @@ def plan_launch(
         run_name=options["name"] or task.name,
         num_nodes=num_nodes,
         setup=setup,
+        server_script=scripts.server(
+            task.config["run"],
+            None if setup_first else setup,
+            hours_include_setup=task.max_cost is not None,
+        ),
         resources=resources,
         envs={**(options["env_file"] or {}), **dict(options["env"])},
         secrets={**(options["secret_file"] or {}), **dict(options["secret"])},

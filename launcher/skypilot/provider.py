@@ -1,4 +1,4 @@
-"""Clusters that SkyPilot rents, through `sky_door`, and reaches by ssh, through `remote`."""
+"""`SkyProvider`: clusters that SkyPilot rents. Files, ports and short commands go over ssh."""
 
 import contextlib
 import shlex
@@ -18,7 +18,7 @@ from launcher.state import home, sent_record
 from launcher.task import Task
 
 _UPLOADS_S = 1800
-"""Seconds after which no upload to a bucket keeps a cluster up."""
+"""Seconds that `down` waits for uploads to a bucket."""
 
 
 class SkyProvider:
@@ -41,7 +41,7 @@ class SkyProvider:
     def clusters(self) -> list[ClusterInfo]:
         skypilot = sky()
         with translated(ANY):
-            # A cluster that tore itself down is not known to be gone before somebody looks.
+            # Without a refresh SkyPilot still lists a cluster that tore itself down.
             records = skypilot.get(skypilot.status(refresh=skypilot.StatusRefreshMode.AUTO))
         return [
             ClusterInfo(
@@ -55,7 +55,7 @@ class SkyProvider:
     def run(
         self, name: str, command: str, envs: Mapping[str, str], secrets: Mapping[str, str]
     ) -> Run:
-        # One CPU and no GPU: a job that wants the server's would wait for it for ever.
+        # One CPU and no GPU: a job that requests the server's GPU would wait for it forever.
         config = {"name": RUN, "resources": {"cpus": 1}, "run": scripts.run(command)}
         return sky_runs.start(name, config, envs, secrets)
 
@@ -72,15 +72,15 @@ class SkyProvider:
 
     def read(self, name: str, path: str, *, follow: bool, tail: int, out: TextIO) -> None:
         lines = f"--lines={tail or '+1'}"
-        follow_on = "--follow=name --retry" if follow else ""
+        follow_options = "--follow=name --retry" if follow else ""
         with self._reached(name) as remote:
-            remote.run(f"tail {lines} {follow_on} {shlex.quote(path)}", out=out)
+            remote.run(f"tail {lines} {follow_options} {shlex.quote(path)}", out=out)
 
     def writer(
         self, name: str, path: str
     ) -> contextlib.AbstractContextManager[Callable[[str], None]]:
         self._require(name)
-        return Remote(name).writing(path)
+        return Remote(name).writer(path)
 
     def fetch(
         self,
@@ -96,9 +96,9 @@ class SkyProvider:
             remote.fetch(source, to, patterns, checksum=checksum, progress=progress)
 
     def sync(self, name: str, workdir: Path, files: Sequence[str]) -> Sent:
-        gone = removed_since(sent_record(name), workdir, files)
+        removed = removed_since(sent_record(name), workdir, files)
         with self._reached(name) as remote:
-            sent = remote.send(workdir, WORKDIR, files, gone)
+            sent = remote.send(workdir, WORKDIR, files, removed)
         record_sent(sent_record(name), workdir, files)
         return sent
 
@@ -117,7 +117,9 @@ class SkyProvider:
         with translated(name):
             records = [it for it in skypilot.get(skypilot.cost_report()) if it["name"] == name]
         if not records:
-            raise ClusterNotFound(f"There is no cluster `{name}`, and there was none")
+            raise ClusterNotFound(
+                f"There is no cluster `{name}`, and SkyPilot has no record of one"
+            )
         record = max(records, key=lambda record: record["launched_at"] or 0)
         hours, so_far = record["duration"] / 3600, float(record["total_cost"])
         return Cost(so_far, so_far / hours if hours else 0.0, hours, self._lease_ends(name))
@@ -137,9 +139,9 @@ class SkyProvider:
 
     @contextlib.contextmanager
     def _reached(self, name: str) -> Iterator[Remote]:
-        """The head of a cluster. Where it does not answer, SkyPilot is asked whether it is there.
+        """Give the head of a cluster. If ssh fails, look up why in SkyPilot's list of clusters.
 
-        A cluster that tore itself down leaves its alias behind.
+        A cluster that tore itself down leaves its ssh alias behind.
         """
         self._require(name)
         try:
@@ -149,21 +151,22 @@ class SkyProvider:
             if found is None:
                 forget_alias(name)
                 raise ClusterNotFound(
-                    f"Cluster `{name}` is gone: somebody ended it, or its lease did",
+                    f"Cluster `{name}` no longer exists: someone ended it, or its lease ran out",
                     hint=f"Launch it again with `launcher up -c {name}`",
                 ) from error
             if found.status != "up":
                 raise ProviderError(
-                    f"Cluster `{name}` is not up but {found.status}",
-                    hint=f"Finish it with `launcher up -c {name}`, or end it with "
+                    f"Cluster `{name}` is {found.status}, not up",
+                    hint=f"Bring it up with `launcher up -c {name}`, or end it with "
                     f"`launcher down -c {name}`",
                 ) from error
             raise
 
     def _require(self, name: str) -> None:
-        """The alias is written when a cluster is up and goes with it, and asking it is quick.
+        """Raise `ClusterNotFound` unless the cluster has an ssh alias, which is quick to check.
 
-        It is not there yet where whoever launched the cluster did not live to see it.
+        SkyPilot writes the alias when a cluster is up and removes it with the cluster. It is
+        missing if the launcher was killed before the cluster was up.
         """
         alias = Remote(name).ssh_config
         if not alias.is_file():
@@ -175,7 +178,7 @@ class SkyProvider:
         skypilot = sky()
         with contextlib.suppress(ClusterNotFound), translated(name):
             records = skypilot.get(skypilot.status([name]))
-            # To end what runs and to look for uploads takes seconds, and mostly there are none.
+            # Ending the runs and looking for uploads takes seconds, and there rarely are any.
             graceful = any(_has_uploads(record) for record in records)
             skypilot.get(skypilot.down(name, graceful=graceful, graceful_timeout=_UPLOADS_S))
         forget_alias(name)
@@ -184,7 +187,7 @@ class SkyProvider:
 
 
 def _status(record: Mapping[str, Any]) -> str:
-    """SkyPilot calls a cluster INIT before it is up, and again when a look finds it unhealthy."""
+    """SkyPilot calls a cluster INIT before it is up, and again if it finds it unhealthy."""
     status = str(record["status"].value).lower()
     return "unhealthy" if status == "init" and record["cluster_ever_up"] else status
 

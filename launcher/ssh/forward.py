@@ -1,4 +1,4 @@
-"""An `ssh -N -L` that is kept open: where it dies, another one takes its place."""
+"""`Forward`: an `ssh -N -L` that is started again whenever it exits."""
 
 import contextlib
 import logging
@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 class Forward(threading.Thread):
-    """Runs `command` until `close`, again and again with a pause where it ends by itself."""
+    """Runs `command` until `close`, and starts it again `pause` seconds after it exits."""
 
     def __init__(self, command: Sequence[str], *, pause: float = 1.0) -> None:
         super().__init__(daemon=True, name="ssh forward")
@@ -32,7 +32,7 @@ class Forward(threading.Thread):
             with self._lock:
                 if self._closing.is_set():
                     return
-                logger.warning("The tunnel broke; opening it again")
+                logger.warning("The tunnel closed; opening it again")
                 self._process = self._spawn()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """SSH to a cluster: commands through Fabric, files through rsync, ports through `ssh -L`.
 
-The only module that imports Fabric. SkyPilot writes an ssh configuration per cluster; everything
-here goes through it. Slurm has no SFTP, so no `get` and `put`.
+The only module that imports Fabric. All connections use the ssh configuration that SkyPilot writes
+for each cluster. Fabric's `get` and `put` need SFTP, which Slurm lacks.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ from launcher.provider import Progress, Sent
 from launcher.ssh import rsync
 from launcher.ssh.forward import Forward
 
-# First the ciphers that processors have instructions for: a gigabyte of checkpoints is work for the
-# slower end, and both know the default ones too.
-_TRANSFER = (
+# Prefer ciphers with hardware support: the slower end limits how fast checkpoints travel. The
+# default ciphers stay available.
+_TRANSFER_OPTIONS = (
     "-q",
     "-oServerAliveInterval=15",
     "-oCiphers=^aes128-gcm@openssh.com,aes256-gcm@openssh.com",
@@ -31,7 +31,7 @@ _TRANSFER = (
 
 
 class Remote:
-    """The head of one cluster, reached by the ssh alias that SkyPilot made for it."""
+    """The head of one cluster, reached through the ssh alias that SkyPilot wrote for it."""
 
     def __init__(self, cluster: str) -> None:
         self.cluster = cluster
@@ -46,20 +46,20 @@ class Remote:
             from paramiko import SSHConfig, SSHException
         except ImportError as exc:
             raise NotInstalled(
-                "Fabric is not installed", hint="Install with `scripts/install`"
+                "Fabric is not installed", hint="Install it with `scripts/install`"
             ) from exc
-        logging.getLogger("paramiko").setLevel(logging.WARNING)  # it tells every connection
+        logging.getLogger("paramiko").setLevel(logging.WARNING)  # INFO logs every connection
         config = SSHConfig.from_path(str(self.ssh_config))
-        # Paramiko leaves `SetEnv` out, and on Slurm it is what leads to the cluster's own home.
+        # Paramiko ignores `SetEnv`, which on Slurm selects the cluster's home.
         name, _, value = config.lookup(self.cluster).get("setenv", "").partition("=")
         try:
-            # Sent with the request, not as a prefix of the command: the shell's rc file reads it.
+            # Not as a prefix of the command: the shell's rc file reads the variable.
             with Connection(
                 self.cluster,
                 config=Config(ssh_config=config),
                 inline_ssh_env=False,
-                connect_timeout=10,  # a machine that is gone does not say so
-                # What leads to it may be a program of SkyPilot's, which takes its time to start.
+                connect_timeout=10,  # a machine that no longer exists does not refuse
+                # The connection may go through a program of SkyPilot that starts slowly.
                 connect_kwargs={"banner_timeout": 60, "auth_timeout": 60},
             ) as connection:
                 result = connection.run(
@@ -71,7 +71,7 @@ class Remote:
                 )
         except UnexpectedExit as exc:
             raise RemoteError(
-                f"On cluster `{self.cluster}` a command failed: {exc.result.stderr.strip()}",
+                f"A command failed on cluster `{self.cluster}`: {exc.result.stderr.strip()}",
                 hint=self._hint,
             ) from exc
         except (SSHException, OSError, EOFError) as exc:
@@ -81,22 +81,22 @@ class Remote:
         return str(result.stdout)
 
     @contextlib.contextmanager
-    def writing(self, path: str) -> Iterator[Callable[[str], None]]:
-        """See `Provider.writing`; whoever must know whether it arrived reads the file."""
+    def writer(self, path: str) -> Iterator[Callable[[str], None]]:
+        """See `Provider.writer`. It does not report whether the text arrived: read the file."""
         self._require_alias()
         folder, file = shlex.quote(str(Path(path).parent)), shlex.quote(path)
-        there = (
+        script = (
             f"mkdir -p {folder} && cat >{file}.new && test -s {file}.new && mv {file}.new {file}"
         )
         process = subprocess.Popen(
-            ["ssh", "-F", str(self.ssh_config), "-q", self.cluster, there],
+            ["ssh", "-F", str(self.ssh_config), "-q", self.cluster, script],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             text=True,
         )
         try:
-            yield lambda text: _hand_over(process, text)
+            yield lambda text: _send_input(process, text)
         finally:
             process.kill()
             process.wait()
@@ -114,40 +114,40 @@ class Remote:
     ) -> None:
         """Copy files below `source` to `to`; see `Provider.fetch`."""
 
-        def tell(line: str) -> None:
+        def report(line: str) -> None:
             if found := rsync.progress_of(line):
                 progress(*found)
 
-        # In place: however a transfer ends, what arrived is what the next one goes on from.
+        # In place: the next transfer continues with what arrived, however this one ends.
         options = ["--archive", "--inplace", "--info=progress2", "--no-inc-recursive"]
         options += ["--checksum"] if checksum else []
-        options += [*rsync.rules(patterns), "--rsh", self._ssh(*_TRANSFER)]
+        options += [*rsync.rules(patterns), "--rsh", self._ssh(*_TRANSFER_OPTIONS)]
         paths = [f"{self.cluster}:{source}/", f"{to}/"]
         self._require_alias()
-        rsync.transfer([*options, *paths], self.cluster, tell, place=f"`{to}`")
+        rsync.transfer([*options, *paths], self.cluster, report, place=f"`{to}`")
 
-    def send(self, workdir: Path, to: str, files: Sequence[str], gone: Sequence[str]) -> Sent:
-        """Copy `files` of `workdir` to `to`, and delete `gone` there."""
+    def send(self, workdir: Path, to: str, files: Sequence[str], removed: Sequence[str]) -> Sent:
+        """Copy `files` of `workdir` to `to`, and delete `removed` there."""
         self._require_alias()
-        told: list[list[str]] = []
+        changes: list[list[str]] = []  # operation, size and name, see `--out-format`
         with tempfile.NamedTemporaryFile("w") as names:
-            names.write("".join(f"{name}\0" for name in (*files, *gone)))
+            names.write("".join(f"{name}\0" for name in (*files, *removed)))
             names.flush()
-            # To the nanosecond: an edit within a second of the last sync is one too.
+            # Compare times to the nanosecond, to notice an edit within a second of the last sync.
             options = ["--archive", "--modify-window=-1", "--partial-dir=.rsync-partial", "--from0"]
             options += [f"--files-from={names.name}", "--delete-missing-args"]
-            options += ["--out-format=%o %l %n", "--rsh", self._ssh(*_TRANSFER)]
+            options += ["--out-format=%o %l %n", "--rsh", self._ssh(*_TRANSFER_OPTIONS)]
             rsync.transfer(
                 [*options, f"{workdir}/", f"{self.cluster}:{to}/"],
                 self.cluster,
-                lambda line: told.append(line.split(" ", 2)),
+                lambda line: changes.append(line.split(" ", 2)),
                 place=f"The disk of cluster `{self.cluster}`",
             )
-        sent = [(name, int(size)) for what, size, name in told if what == "send"]
+        sent = [(name, int(size)) for operation, size, name in changes if operation == "send"]
         files_sent = [(name, size) for name, size in sent if not name.endswith("/")]
         return Sent(
             files=tuple(name for name, _ in files_sent),
-            removed=tuple(name for what, _, name in told if what == "del."),
+            removed=tuple(name for operation, _, name in changes if operation == "del."),
             bytes=sum(size for _, size in files_sent),
         )
 
@@ -163,7 +163,7 @@ class Remote:
         forward = Forward(["ssh", "-F", str(self.ssh_config), *options, *forwards, self.cluster])
         try:
             self._wait_until_open(forward, list(local.values()))
-            forward.start()  # from now on it is kept open
+            forward.start()  # keeps it open
             yield local
         finally:
             forward.close()
@@ -193,7 +193,7 @@ class Remote:
             )
 
 
-def _hand_over(process: "subprocess.Popen[str]", text: str) -> None:
+def _send_input(process: "subprocess.Popen[str]", text: str) -> None:
     with contextlib.suppress(OSError, ValueError, subprocess.TimeoutExpired):
         process.communicate(text, timeout=30)
 
@@ -213,6 +213,6 @@ def _answers(port: int) -> bool:
 def _require_free(port: int) -> None:
     if _answers(port):
         raise RemoteError(
-            f"Port {port} of this machine is in use",
-            hint="Choose others with `--port` and `--openai-port`",
+            f"Port {port} on this machine is in use",
+            hint="Choose other ports with `--port` and `--openai-port`",
         )

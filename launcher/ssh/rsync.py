@@ -1,4 +1,4 @@
-"""rsync: one transfer to or from a cluster, with its progress and its errors in our words."""
+"""rsync: one transfer to or from a cluster, with its progress and our errors for its failures."""
 
 import re
 import subprocess
@@ -9,14 +9,14 @@ from typing import IO
 from kit.errors import NotInstalled
 from launcher.errors import RemoteError, Unreachable
 
-_VANISHED = 24  # a file went away while it was sent; the manifest tells whether it mattered
+_VANISHED = 24  # a file was deleted during the transfer; the manifest shows whether it matters
 _PROGRESS = re.compile(r"^\s*([\d,]+)\s+(\d+)%")
 
 
 def transfer(
     arguments: Sequence[str], cluster: str, on_line: Callable[[str], None], *, place: str
 ) -> None:
-    """Run rsync and hand on each line it prints; `place` is what its target is called."""
+    """Run rsync and pass each line that it prints to `on_line`; error messages name `place`."""
     with tempfile.TemporaryFile("w+") as errors:
         try:
             process = subprocess.Popen(
@@ -34,7 +34,7 @@ def transfer(
                     on_line(line)
                 code = process.wait()
             except BaseException:
-                process.terminate()  # Ctrl-C, or an error of ours: what arrived stays
+                process.terminate()  # Ctrl-C or our own error; files that arrived stay
                 raise
         if code not in (0, _VANISHED):
             errors.seek(0)
@@ -42,13 +42,13 @@ def transfer(
 
 
 def progress_of(line: str) -> tuple[int, float] | None:
-    """Bytes and share of a line of `--info=progress2`."""
+    """Bytes and share, from 0 to 1, in a line of `--info=progress2`; None if it has none."""
     found = _PROGRESS.match(line)
     return (int(found[1].replace(",", "")), int(found[2]) / 100) if found else None
 
 
 def rules(patterns: Sequence[str]) -> list[str]:
-    """Filters that let through what `patterns` name (see `Provider.fetch`), and nothing else."""
+    """Filter options that include only the files of `patterns` (see `Provider.fetch`)."""
     includes: dict[str, None] = {}
     for pattern in patterns:
         *parents, last = pattern.split("/")
@@ -60,7 +60,7 @@ def rules(patterns: Sequence[str]) -> list[str]:
 
 
 def _lines(stream: IO[bytes]) -> Iterator[str]:
-    """What is printed, as it comes; a progress line ends with a carriage return."""
+    """Yield each line as soon as it is complete. A carriage return ends a progress line."""
     rest = b""
     while chunk := stream.read1(65536):  # type: ignore[attr-defined]
         *whole, rest = re.split(rb"[\r\n]", rest + chunk)
@@ -71,14 +71,15 @@ def _lines(stream: IO[bytes]) -> Iterator[str]:
 
 def _fail(errors: str, code: int, cluster: str, place: str) -> None:
     if "change_dir" in errors and "No such file or directory" in errors:
-        return  # the source is not there: nothing was made yet
+        return  # the source does not exist: the cluster has made nothing yet
     if "No space left on device" in errors or "Disk quota exceeded" in errors:
         raise RemoteError(
-            f"{place} is full", hint="Make room and run the command again; it goes on where it was"
+            f"{place} is full", hint="Free some space and run the command again; it continues"
         )
     lines = [line for line in errors.splitlines() if line.strip()]
-    why = next((line for line in lines if line.startswith("rsync")), f"rsync exited {code}")
+    default = f"rsync exited with code {code}"
+    reason = next((line for line in lines if line.startswith("rsync")), default)
     raise Unreachable(
-        f"The transfer with cluster `{cluster}` broke off: {why}",
-        hint="Run the command again; it goes on where it stopped",
+        f"The transfer with cluster `{cluster}` failed: {reason}",
+        hint="Run the command again; it continues where it stopped",
     )

@@ -1,6 +1,6 @@
-"""An `ssh` for tests: runs commands here, in $FAKE_HOME, and listens where `-L` says.
+"""An `ssh` for tests: runs commands on this machine in $FAKE_HOME, and listens on ports of `-L`.
 
-With $FAKE_SSH_CUT set the connection is lost after so many bytes that the command sent.
+If $FAKE_SSH_CUT is set, the connection is lost once the command has sent more bytes than that.
 """
 
 import os
@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> None:
         for mine, _, port in forwards:
             threading.Thread(target=listen, args=(int(mine), int(port)), daemon=True).start()
         time.sleep(600)
-    os.set_blocking(1, True)  # rsync makes its ends of the connection otherwise
+    os.set_blocking(1, True)  # rsync makes its ends of the connection non-blocking
     cut = int(os.environ.get("FAKE_SSH_CUT", "0"))
     process = subprocess.Popen(
         ["bash", "-c", " ".join(arguments[1:])],
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> None:
 
 
 def listen(mine: int, port: int) -> None:
-    """Say on every connection which process this is, in place of forwarding it."""
+    """Write our pid and the remote port to every connection, instead of forwarding it."""
     with socket.create_server(("127.0.0.1", mine), reuse_port=False) as server:
         while True:
             connection, _ = server.accept()

@@ -236,7 +236,7 @@ def test_local_returns_the_exit_code_and_follows_a_log_to_its_end(local: LocalPr
     ("change", "sentence"),
     [
         (("set -e", "exit 3"), "The setup of cluster `art` failed"),
-        (("sleep 900", "echo no model; exit 1"), "ended before it was healthy: `no model`"),
+        (("sleep 900", "echo no model; exit 1"), "exited before it was healthy: `no model`"),
     ],
 )
 def test_local_reports_why_the_server_never_became_healthy(

@@ -1,4 +1,4 @@
-"""Transfers and tunnels over a connection that breaks: real rsync, and an `ssh` that can be cut."""
+"""Transfers and tunnels over a connection that fails: real rsync, and an `ssh` that disconnects."""
 
 import os
 import signal
@@ -17,15 +17,15 @@ from launcher.provider import CLUSTER_STATE_DIR, ClusterInfo
 from launcher.skypilot.provider import SkyProvider
 from launcher.ssh.remote import Remote, free_port
 
-FAKE = Path(__file__).with_name("fake_ssh.py")
-SIZE = 20_000_000  # far more than what is on its way in buffers
+FAKE_SSH = Path(__file__).with_name("fake_ssh.py")
+SIZE = 20_000_000  # far more than buffers hold
 
 
 @pytest.fixture
 def remote(rsync: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remote:
     program = tmp_path / "bin" / "ssh"
     program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE} "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE_SSH} "$@"\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_HOME", str(tmp_path / "there"))
@@ -40,7 +40,7 @@ def quiet(arrived: int, share: float) -> None:
     pass
 
 
-def test_a_pull_goes_on_after_the_connection_was_lost(
+def test_a_pull_continues_after_the_connection_was_lost(
     remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = tmp_path / "there" / CLUSTER_STATE_DIR / "p/models/m[1]"  # a name, not a pattern
@@ -54,12 +54,12 @@ def test_a_pull_goes_on_after_the_connection_was_lost(
     home = tmp_path / "home"
     monkeypatch.setenv("FAKE_SSH_CUT", str(SIZE // 2))
     monkeypatch.setattr(SkyProvider, "clusters", lambda self: [ClusterInfo("art", "up", "")])
-    with pytest.raises(RemoteError, match="broke off") as error:
+    with pytest.raises(RemoteError, match="The transfer with cluster `art` failed") as error:
         pull(SkyProvider(), "art", home, quiet)
-    assert error.value.hint == "Run the command again; it goes on where it stopped"
+    assert error.value.hint == "Run the command again; it continues where it stopped"
     half = home / "p/models/m[1]/checkpoints/0001/weights"
     assert 0 < half.stat().st_size < SIZE
-    # The rest is less than what cuts the connection again only if the first half is kept.
+    # The rest stays below this limit only if the first half is kept.
     monkeypatch.setenv("FAKE_SSH_CUT", str(SIZE * 3 // 4))
     shares: list[float] = []
     (pulled,) = pull(SkyProvider(), "art", home, lambda arrived, share: shares.append(share))
@@ -73,30 +73,34 @@ def test_a_pull_goes_on_after_the_connection_was_lost(
 
 @pytest.mark.filterwarnings("ignore")  # SkyPilot warns about its own dependencies
 @pytest.mark.parametrize(
-    ("known", "error", "sentence"),
+    ("clusters", "error", "message"),
     [
-        ([], ClusterNotFound, "Cluster `art` is gone: somebody ended it, or its lease did"),
-        ([ClusterInfo("art", "stopped", "")], ProviderError, "is not up but stopped"),
-        ([ClusterInfo("art", "up", "")], Unreachable, "broke off"),
+        (
+            [],
+            ClusterNotFound,
+            "Cluster `art` no longer exists: someone ended it, or its lease ran out",
+        ),
+        ([ClusterInfo("art", "stopped", "")], ProviderError, "Cluster `art` is stopped, not up"),
+        ([ClusterInfo("art", "up", "")], Unreachable, "The transfer with cluster `art` failed"),
     ],
 )
-def test_where_a_cluster_does_not_answer_skypilot_says_whether_it_is_there(
-    known: list[ClusterInfo],
+def test_if_ssh_fails_the_error_says_what_skypilot_knows_about_the_cluster(
+    clusters: list[ClusterInfo],
     error: type[Exception],
-    sentence: str,
+    message: str,
     remote: Remote,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (Path(os.environ["PATH"].split(":")[0]) / "ssh").write_text("#!/bin/sh\nexit 255\n")
-    monkeypatch.setattr(SkyProvider, "clusters", lambda self: known)
-    with pytest.raises(error, match=sentence):
+    monkeypatch.setattr(SkyProvider, "clusters", lambda self: clusters)
+    with pytest.raises(error, match=message):
         pull(SkyProvider(), "art", tmp_path / "home", quiet)
-    assert remote.ssh_config.is_file() == bool(known)
+    assert remote.ssh_config.is_file() == bool(clusters)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_dead_api_server_is_named_where_a_cluster_does_not_answer(
+def test_if_ssh_and_the_api_server_fail_the_error_names_the_api_server(
     remote: Remote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def dead(self: SkyProvider) -> list[ClusterInfo]:
@@ -108,12 +112,14 @@ def test_a_dead_api_server_is_named_where_a_cluster_does_not_answer(
         SkyProvider().tunnel("art", {7999: 0}).__enter__()
 
 
-def test_a_cluster_that_made_nothing_yet_is_no_error(remote: Remote, tmp_path: Path) -> None:
+def test_a_pull_from_a_cluster_without_any_state_is_no_error(
+    remote: Remote, tmp_path: Path
+) -> None:
     remote.fetch(CLUSTER_STATE_DIR, tmp_path / "home", ["*"], checksum=False, progress=quiet)
     assert pull(SkyProvider(), "art", tmp_path / "home", quiet) == []
 
 
-def test_sync_sends_what_changed_and_deletes_what_is_gone(remote: Remote, tmp_path: Path) -> None:
+def test_sync_sends_changed_files_and_deletes_removed_ones(remote: Remote, tmp_path: Path) -> None:
     work, there = tmp_path / "work", tmp_path / "there" / "sky_workdir"
     for name in ("a.txt", "deep/b.txt"):
         (work / name).parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +128,7 @@ def test_sync_sends_what_changed_and_deletes_what_is_gone(remote: Remote, tmp_pa
     sent = remote.send(work, "sky_workdir", ["a.txt", "deep/b.txt"], [])
     assert (sent.files, sent.removed, sent.bytes) == (("a.txt", "deep/b.txt"), (), 15)
     (work / "a.txt").unlink()
-    (work / "deep/b.txt").write_text("changed it")  # as long as before, and within a second
+    (work / "deep/b.txt").write_text("changed it")  # same size, within a second
     sent = remote.send(work, "sky_workdir", ["deep/b.txt"], ["a.txt"])
     assert (sent.files, sent.removed) == (("deep/b.txt",), ("a.txt",))
     names = sorted(str(path.relative_to(there)) for path in there.rglob("*") if path.is_file())
@@ -142,8 +148,8 @@ def test_a_full_disk_is_named(remote: Remote, tmp_path: Path) -> None:
         subprocess.run(["umount", small], check=True)
 
 
-def ask(port: int) -> tuple[int, int]:
-    """The process of the ssh that answers at `port`, and the port it leads to."""
+def forwarding(port: int) -> tuple[int, int]:
+    """The pid of the ssh that listens on `port`, and the port that it forwards to."""
     for _ in range(1200):
         try:
             with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
@@ -151,28 +157,28 @@ def ask(port: int) -> tuple[int, int]:
                 return int(pid), int(there)
         except (OSError, ValueError):
             time.sleep(0.05)
-    raise AssertionError(f"nobody answers at {port}")
+    raise AssertionError(f"nothing listens on port {port}")
 
 
 def test_a_tunnel_opens_again_when_its_ssh_dies(
     remote: Remote, caplog: pytest.LogCaptureFixture
 ) -> None:
     with remote.tunnel({7999: 0, 8000: 0}) as local:
-        pid, there = ask(local[7999])
+        pid, there = forwarding(local[7999])
         assert there == 7999
         os.kill(pid, signal.SIGKILL)
-        again, there = ask(local[8000])
+        again, there = forwarding(local[8000])
         assert again != pid and there == 8000
-        assert "The tunnel broke; opening it again" in caplog.text
+        assert "The tunnel closed; opening it again" in caplog.text
     with pytest.raises(ProcessLookupError):
         os.kill(again, 0)
 
 
-def test_a_port_that_is_taken_is_named(remote: Remote) -> None:
+def test_a_local_port_that_is_in_use_is_named(remote: Remote) -> None:
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(
-            RemoteError, match=f"Port {taken.getsockname()[1]} of this machine is in use"
+            RemoteError, match=f"Port {taken.getsockname()[1]} on this machine is in use"
         ),
         remote.tunnel({7999: taken.getsockname()[1]}),
     ):

@@ -1,4 +1,4 @@
-"""SkyPilot's own parser reads the arguments that are not ours."""
+"""Arguments that are not ours, parsed by SkyPilot's own command."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from launcher.errors import LauncherError
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def test_the_task_is_found_among_arguments_of_sky_launch() -> None:
+def test_the_task_is_found_among_the_arguments_of_sky_launch() -> None:
     from launcher.skypilot.door import split_arguments
 
     given = ["--infra", "slurm/lab", "sky/art-cpu.yaml", "--dryrun", "-i", "5"]
@@ -20,18 +20,18 @@ def test_the_task_is_found_among_arguments_of_sky_launch() -> None:
     )
 
 
-def test_an_argument_that_sky_launch_does_not_know_is_refused_by_name() -> None:
+def test_an_argument_that_sky_launch_does_not_know_is_named() -> None:
     from launcher.skypilot.door import split_arguments
 
     with pytest.raises(LauncherError, match="--nonsense") as error:
         split_arguments(["--nonsense"])
-    assert error.value.hint == "See what it takes with `sky launch --help`"
+    assert error.value.hint == "See its options with `sky launch --help`"
 
 
-def test_a_launch_that_nobody_waits_for_is_refused_before_it_costs_anything() -> None:
+def test_an_asynchronous_launch_is_refused_before_it_costs_anything() -> None:
     from launcher.skypilot.door import split_arguments
 
-    with pytest.raises(LauncherError, match="`--async` would leave") as error:
+    with pytest.raises(LauncherError, match="`--async` would return") as error:
         split_arguments(["sky/art.yaml", "--async"])
     assert error.value.hint
     assert split_arguments(["--no-async"]) == ([], ["--no-async"])

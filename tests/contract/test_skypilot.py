@@ -1,4 +1,4 @@
-"""Where we hand over to the real SkyPilot: what it parses, and what it says when it cannot."""
+"""Our side and the real SkyPilot: tasks that it parses, errors that it raises, and its fake."""
 
 import contextlib
 import inspect
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "sky").glob("*.yaml")), ids=lambda path: path.name)
-def test_skypilot_takes_every_task_of_ours_with_a_bucket(path: Path) -> None:
+def test_skypilot_accepts_every_task_of_ours_with_a_bucket(path: Path) -> None:
     import sky
 
     ours = Task.load(path, Settings(bucket="s3://mine/here"))
@@ -32,7 +32,7 @@ def test_skypilot_takes_every_task_of_ours_with_a_bucket(path: Path) -> None:
     (storage,) = task.storage_mounts.values()
     assert list(task.storage_mounts) == ["~/sky_workdir/.art"]
     assert (storage.source, storage.mode.value) == ("s3://mine/here", "MOUNT_CACHED")
-    assert task.envs["ART_BUCKET"] == "s3://mine/here"  # the server tells what is safe there
+    assert task.envs["ART_BUCKET"] == "s3://mine/here"  # the server reports what is safe there
     assert all(resources.autostop_config.down for resources in task.resources)
 
 
@@ -44,11 +44,11 @@ def test_skypilot_makes_a_slurm_cluster_larger_than_its_job() -> None:
     resources = shared_resources(ours.config["resources"], nothing, ["slurm"])
     (taken,) = sky.Task.from_yaml_config({**ours.config, "resources": resources}).resources
     assert taken.cloud.get_vcpus_mem_from_instance_type(taken.instance_type) == (4.0, 8.0)
-    assert taken.cpus == "3+"  # what its job asks for
+    assert taken.cpus == "3+"  # the job requests less
 
 
 def launcher(*arguments: str, home: Path, **environment: str) -> str:
-    """What `launcher` says as it fails, on a laptop with an empty home."""
+    """The output of `launcher`, which has to fail, on a laptop with an empty home."""
     done = subprocess.run(
         [sys.executable, "-c", "from launcher.cli.main import main; main()", *arguments],
         env={**os.environ, "HOME": str(home), "NO_COLOR": "1", **environment},
@@ -63,42 +63,42 @@ def launcher(*arguments: str, home: Path, **environment: str) -> str:
 @pytest.mark.parametrize(
     "command", ["ls", "up sky/art-cpu.yaml", "run true", "logs", "cancel 1", "cost", "down --yes"]
 )
-def test_an_api_server_that_is_dead_is_named(tmp_path: Path, command: str) -> None:
+def test_an_api_server_that_is_down_is_named(tmp_path: Path, command: str) -> None:
     dead = {"SKYPILOT_API_SERVER_ENDPOINT": f"http://127.0.0.1:{free_port()}"}
-    told = launcher(*command.split(), home=tmp_path, **dead)
-    assert "error: SkyPilot's API server does not answer\n\nhint: Start it with" in told
+    output = launcher(*command.split(), home=tmp_path, **dead)
+    assert "error: SkyPilot's API server does not answer\n\nhint: Start it with" in output
 
 
-def test_doctor_names_an_api_server_that_is_dead(tmp_path: Path) -> None:
+def test_doctor_names_an_api_server_that_is_down(tmp_path: Path) -> None:
     dead = {"SKYPILOT_API_SERVER_ENDPOINT": f"http://127.0.0.1:{free_port()}"}
-    told = launcher("doctor", home=tmp_path, **dead)
-    assert "BAD  API server: SkyPilot's API server does not answer\n     Start it with" in told
+    output = launcher("doctor", home=tmp_path, **dead)
+    assert "BAD  API server: SkyPilot's API server does not answer\n     Start it with" in output
 
 
-def test_a_laptop_without_any_cloud_is_told_what_to_do(tmp_path: Path) -> None:
+def test_without_any_cloud_the_error_says_what_to_do(tmp_path: Path) -> None:
     own = {"SKYPILOT_API_SERVER_LOCAL_PORT": str(free_port())}
     try:
-        told = launcher("up", "sky/art-cpu.yaml", home=tmp_path, **own)
-        assert "error: SkyPilot may use no cloud yet" in told
-        assert "\n\nhint: Run `sky check` to see what each cloud needs\n" in told
-        told = launcher("doctor", home=tmp_path, **own)
-        assert "BAD  clouds: SkyPilot may use no cloud yet\n     See with `sky check`" in told
+        output = launcher("up", "sky/art-cpu.yaml", home=tmp_path, **own)
+        assert "error: SkyPilot has no access to any cloud" in output
+        assert "\n\nhint: Run `sky check` to see what each cloud needs\n" in output
+        output = launcher("doctor", home=tmp_path, **own)
+        assert "BAD  clouds: SkyPilot has no access to any cloud\n     Run `sky check`" in output
     finally:
         sky = str(Path(sys.executable).with_name("sky"))
         subprocess.run([sky, "api", "stop"], env={**os.environ, "HOME": str(tmp_path), **own})
 
 
 @pytest.mark.parametrize(
-    ("kind", "sentence"),
+    ("kind", "message"),
     [
         ("ClusterNotUpError", "Cluster `art` is not up"),
-        ("ResourcesUnavailableError", "Nobody has what `art` asks for: why"),
-        ("NoCloudAccessError", "SkyPilot may use no cloud yet"),
+        ("ResourcesUnavailableError", "No capacity for cluster `art`: why"),
+        ("NoCloudAccessError", "SkyPilot has no access to any cloud"),
         ("ApiServerConnectionError", "SkyPilot's API server does not answer"),
-        ("RequestCancelled", "Another command cancelled what SkyPilot did for cluster `art`"),
+        ("RequestCancelled", "Another command cancelled SkyPilot's request for cluster `art`"),
     ],
 )
-def test_errors_of_skypilot_are_one_sentence_and_a_hint(kind: str, sentence: str) -> None:
+def test_errors_of_skypilot_are_one_sentence_and_a_hint(kind: str, message: str) -> None:
     from sky import exceptions
 
     from launcher.skypilot.door import translated
@@ -108,34 +108,34 @@ def test_errors_of_skypilot_are_one_sentence_and_a_hint(kind: str, sentence: str
     error.args = ("\x1b[31mwhy\x1b[0m\nand a long story",)
     with pytest.raises(LauncherError) as ours, translated("art"):
         raise error
-    assert ours.value.message == sentence
+    assert ours.value.message == message
     assert ours.value.hint
 
 
-def test_a_log_that_nobody_reads_any_more_is_no_lost_connection() -> None:
+def test_a_log_whose_reader_is_gone_is_not_a_lost_connection() -> None:
     from sky.server import rest
 
-    from launcher.skypilot.door import Reader
+    from launcher.skypilot.door import LogStream
 
     ours, theirs = os.pipe()
     os.close(ours)
     tries = []
 
     @rest.retry_transient_errors()  # as `tail_logs` is
-    def tail(out: Reader) -> None:
+    def tail(out: LogStream) -> None:
         tries.append(out)
         print("line", file=out, flush=True)
 
     out = os.fdopen(theirs, "w")
-    reader = Reader(out)
+    stream = LogStream(out)
     with pytest.raises(KeyboardInterrupt):
-        tail(reader)
-    assert reader.gone and len(tries) == 1
+        tail(stream)
+    assert stream.is_broken and len(tries) == 1
     with contextlib.suppress(BrokenPipeError):
         out.close()
 
 
-def test_what_is_not_about_one_cluster_names_none() -> None:
+def test_an_error_that_is_not_about_one_cluster_names_none() -> None:
     from launcher.skypilot.door import ANY, translated
 
     with pytest.raises(LauncherError) as error, translated(ANY):

@@ -1,4 +1,4 @@
-"""Nothing that was written to a bucket goes with its cluster: SkyPilot's wait for it is reached."""
+"""No upload to a bucket is lost with its cluster: every job ends with SkyPilot's wait for it."""
 
 import os
 import subprocess
@@ -20,10 +20,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A cluster's home; its `findmnt`, with which SkyPilot begins to wait, leaves `waited`."""
+    """A cluster's home. SkyPilot's wait starts with `findmnt`, which here creates `waited`."""
     for name, script in {
         "bin/findmnt": "touch ~/waited",
-        "bin/getent": f"echo me:x:1:1::{tmp_path}:/bin/bash",  # the account's home is this one
+        "bin/getent": f"echo me:x:1:1::{tmp_path}:/bin/bash",  # makes it the account's home
         "sky_workdir/.venv/bin/trainer": "echo once >>~/trained\n"
         'if [ "$1" = engine ] && [ "$(wc -l <~/trained)" = 1 ]; then kill -KILL $$; fi\nexit 5',
     }.items():
@@ -34,7 +34,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def run(script: str, home: Path, **envs: str) -> int:
-    """The code of a job whose script SkyPilot has completed."""
+    """The exit code of a job, with the commands that SkyPilot adds to its script."""
     from sky.backends.task_codegen import TaskCodeGen
 
     path = f"{home / 'bin'}:{os.environ['PATH']}"
@@ -48,19 +48,22 @@ def run(script: str, home: Path, **envs: str) -> int:
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize("path", sorted((ROOT / "sky").glob("*.yaml")), ids=lambda path: path.name)
-def test_a_server_that_ends_waits_for_its_uploads(home: Path, path: Path, rank: str) -> None:
+def test_a_server_that_exits_waits_for_its_uploads(home: Path, path: Path, rank: str) -> None:
     task = Task.load(path, Settings())
-    script = scripts.server(task.config["run"], None, task.envs, hours_include_setup=False)
+    script = scripts.server(task.config["run"], None, hours_include_setup=False)
     assert run(script, home, SKYPILOT_NODE_RANK=rank, **task.envs) == 5
     assert (home / "waited").exists()
-    # A further machine whose part was killed takes it up again.
-    again = path.stem == "art-multi-node" and rank == "1"
-    assert (home / "trained").read_text().count("once") == (2 if again else 1)
+    # A machine other than the first restarts its part if that was killed.
+    restarts = path.stem == "art-multi-node" and rank == "1"
+    assert (home / "trained").read_text().count("once") == (2 if restarts else 1)
 
 
 @pytest.mark.parametrize(
     ("server", "command", "code"),
-    [("", "exit 3", 3), ("timeout 3 ", "sleep 600", 1)],  # the second ends before its command
+    [
+        ("", "exit 3", 3),
+        ("timeout 3 ", "sleep 600", 1),
+    ],  # the second server exits before its command
 )
 def test_a_managed_run_waits_for_its_uploads(
     home: Path, server: str, command: str, code: int
@@ -75,7 +78,7 @@ def test_a_managed_run_waits_for_its_uploads(
     assert (home / "waited").exists()
 
 
-def test_a_run_beside_the_server_does_not_wait_for_what_the_server_has_open(home: Path) -> None:
+def test_a_run_does_not_wait_for_files_that_the_server_has_open(home: Path) -> None:
     assert run(scripts.run("exit 7"), home, SKYPILOT_INTERNAL_JOB_ID="4") == 7
     assert not (home / "waited").exists()
 

@@ -81,7 +81,7 @@ def art(laptop: Any, secret_seen: list[str]) -> Any:
 
 
 def test_up_twice_is_one_server_and_all_is_well(art: Any) -> None:
-    assert "runs already" in art.run("./launch-cluster.sh sky/art-cpu.yaml 2>&1")
+    assert "is already running" in art.run("./launch-cluster.sh sky/art-cpu.yaml 2>&1")
     doctor = json.loads(art.run(f"{LAUNCHER} doctor --json"))
     assert [check["name"] for check in doctor if not check["ok"]] == []
     assert {"clouds", "API server", "cluster", "health"} <= {check["name"] for check in doctor}
@@ -163,7 +163,7 @@ def test_a_pull_that_was_cut_goes_on_and_every_hash_is_right(art: Any) -> None:
         time.sleep(0.05)
     subprocess.run(["pkill", "-KILL", "-u", "artdev", "-f", "^ssh .* rsync --server"], check=True)
     _, err = pull.communicate()
-    assert pull.returncode == 1 and "goes on where it stopped" in err, err
+    assert pull.returncode == 1 and "continues where it stopped" in err, err
     assert weights.stat().st_size < 400 << 20
     # On a disk that is full the sentence says so, and nothing is lost.
     small = art.clone / "small"
@@ -248,8 +248,8 @@ def test_a_rehearsal_launches_nothing(brief: Any) -> None:
 
 def test_what_cannot_be_is_one_sentence_and_a_hint(brief: Any) -> None:
     for command, sentence in (
-        ("up -c huge sky/art-cpu.yaml --cpus 999", "Nobody has what `huge` asks for"),
-        ("up -c huge sky/art-cpu.yaml --nonsense", "`sky launch` does not take these arguments"),
+        ("up -c huge sky/art-cpu.yaml --cpus 999", "No capacity for cluster `huge`"),
+        ("up -c huge sky/art-cpu.yaml --nonsense", "`sky launch` does not accept these arguments"),
         ("run -c none true", "There is no cluster `none`"),
         ("pull -c none", "There is no cluster `none`"),
     ):

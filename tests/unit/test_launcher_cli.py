@@ -37,12 +37,12 @@ def test_up_again_keeps_the_server_and_lists_the_options_that_were_not_applied(
     result = invoke("up", "other.yaml", *given, provider=provider)
     assert (result.exit_code, len(provider.launched)) == (0, 1)
     assert (
-        "The server of cluster `art` runs already, with its first lease; not applied, since the "
-        "cluster exists: `other.yaml`, `--max-hours`, `--env`\n"
+        "The server of cluster `art` is already running, with its original lease; "
+        "not applied, because the cluster exists: `other.yaml`, `--max-hours`, `--env`\n"
     ) in result.stderr
     assert "Lease:" not in result.stderr
     same = invoke("up", "task.yaml", provider=provider).stderr
-    assert "not applied" not in same and "with its first lease\n" in same
+    assert "not applied" not in same and "with its original lease\n" in same
     assert "`--no-lease`" in invoke("up", "task.yaml", "--no-lease", provider=provider).stderr
 
 
@@ -53,7 +53,7 @@ def test_up_resumes_a_launch_whose_launcher_was_killed(
     provider.status = "init"
     result = invoke("up", "task.yaml", "--max-hours", "2", provider=provider)
     assert (result.exit_code, len(provider.launched)) == (0, 1)
-    assert "not applied, since the cluster exists: `--max-hours`" in result.stderr
+    assert "not applied, because the cluster exists: `--max-hours`" in result.stderr
 
 
 def test_arguments_of_sky_launch_are_listed_without_their_values(
@@ -63,7 +63,7 @@ def test_arguments_of_sky_launch_are_listed_without_their_values(
     cluster = Cluster("art", provider=provider, settings=Settings())
     task = Task.load(Path("task.yaml"), cluster.settings)
     assert cluster.up(task, ["--infra", "slurm/lab", "--secret=A=b"], progress=messages.append)
-    assert messages[0].endswith("not applied, since the cluster exists: `--infra`, `--secret`")
+    assert messages[0].endswith("not applied, because the cluster exists: `--infra`, `--secret`")
 
 
 def test_a_server_keeps_the_ports_that_its_task_was_launched_with(

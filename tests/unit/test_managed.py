@@ -1,4 +1,4 @@
-"""What a managed run asks SkyPilot for; that it resumes is shown on Slurm."""
+"""What managed runs send to SkyPilot. The test on Slurm shows that they resume."""
 
 import io
 import json
@@ -42,7 +42,7 @@ def settings() -> Settings:
     return Settings(port=free_port(), openai_port=free_port())
 
 
-def test_the_command_runs_beside_the_server_and_gives_the_exit_code(tmp_path: Path) -> None:
+def test_the_command_runs_beside_the_server_and_its_exit_code_is_returned(tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text(SERVER)
     given = settings()
     server = f"python3 {tmp_path}/server.py {given.port} {given.openai_port}"
@@ -55,16 +55,16 @@ def test_the_command_runs_beside_the_server_and_gives_the_exit_code(tmp_path: Pa
     assert (tmp_path / "sky_workdir/.art").resolve() == tmp_path / "state"
 
 
-def test_a_server_that_ends_ends_the_run(tmp_path: Path) -> None:
+def test_a_server_that_exits_ends_the_run(tmp_path: Path) -> None:
     done = run(tmp_path, script(tmp_path, "true", "sleep 600", settings()))
     assert done.returncode == 1
-    assert done.stderr.endswith("The server ended before the command began\n")
+    assert done.stderr.endswith("The server exited before the command started\n")
 
 
 @pytest.mark.parametrize(
-    ("state_dir", "message"), [(None, "no place that outlives"), ("~/state", "would not find")]
+    ("state_dir", "message"), [(None, "storage that outlives"), ("~/state", "would not find")]
 )
-def test_a_state_that_would_be_lost_is_refused(
+def test_a_run_whose_state_would_be_lost_is_refused(
     tmp_path: Path, state_dir: Any, message: str
 ) -> None:
     (tmp_path / "task.yaml").write_text("run: echo\n")
@@ -76,7 +76,7 @@ def test_a_state_that_would_be_lost_is_refused(
 def test_a_task_of_several_machines_is_refused_before_anything_is_rented() -> None:
     given = Settings(bucket="s3://mine")
     task = Task.load(Path(__file__).parents[2] / "sky/art-multi-node.yaml", given)
-    with pytest.raises(TaskError, match=r"asks for 2 machines, and a managed run has one"):
+    with pytest.raises(TaskError, match=r"requests 2 machines, but a managed run has one"):
         managed.start(task, "true", given, state_dir=None)
 
 
@@ -155,14 +155,14 @@ def test_a_managed_run_is_cancelled_once(sky: FakeSky, invoke: Any) -> None:
     [(["logs"], "no managed runs yet"), (["logs", "7"], "no managed run `7`"),
      (["cancel", "x"], "no managed run `x`")],
 )  # fmt: skip
-def test_a_managed_run_that_is_not_there_is_named(
+def test_a_managed_run_that_does_not_exist_is_named(
     invoke: Any, arguments: list[str], message: str
 ) -> None:
     assert message in invoke(*arguments, "--managed").exception.message
 
 
 @pytest.mark.parametrize("option", ["--local", "-cart"])
-def test_a_managed_run_is_of_no_cluster_of_ours(invoke: Any, option: str) -> None:
+def test_managed_runs_take_neither_a_cluster_nor_local(invoke: Any, option: str) -> None:
     for verb, *rest in (["ls"], ["logs"], ["cancel", "1"], ["run", "true"]):
-        told = invoke(verb, "--managed", option, *rest)
-        assert told.exit_code == 2 and "remove `-c` and `--local`" in told.stderr
+        result = invoke(verb, "--managed", option, *rest)
+        assert result.exit_code == 2 and "remove `-c` and `--local`" in result.stderr

@@ -1,38 +1,77 @@
 import contextlib
+import io
 import threading
 from collections.abc import Iterator
+from typing import TextIO
 
 import pytest
 
-from launcher.startup import Early
+from launcher.startup import BackgroundContext, LogFollower
 
 
-def test_it_opens_beside_the_caller_once_and_is_closed() -> None:
-    begun, may_open, told = threading.Event(), threading.Event(), []
+def test_a_context_is_entered_once_beside_the_caller_and_exited_at_the_end() -> None:
+    entering, may_enter, events = threading.Event(), threading.Event(), []
 
     @contextlib.contextmanager
     def door() -> Iterator[str]:
-        begun.set()
-        may_open.wait(10)
-        told.append("open")
-        yield "way"
-        told.append("closed")
+        entering.set()
+        may_enter.wait(10)
+        events.append("entered")
+        yield "value"
+        events.append("exited")
 
-    with Early(door) as early:
-        early.begin()
-        assert begun.wait(10) and not told
-        may_open.set()
-        assert (early.value(), early.value()) == ("way", "way")
-    assert told == ["open", "closed"]
+    with BackgroundContext(door) as background:
+        background.start()
+        assert entering.wait(10) and not events
+        may_enter.set()
+        assert (background.value(), background.value()) == ("value", "value")
+    assert events == ["entered", "exited"]
 
 
-def test_what_fails_to_open_is_told_to_who_asks_and_to_nobody_else() -> None:
+def test_an_error_on_entering_reaches_only_a_caller_of_value() -> None:
     @contextlib.contextmanager
     def door() -> Iterator[None]:
         raise OSError("stuck")
         yield
 
-    with Early(door) as early:
-        early.begin()
-    with Early(door) as early, pytest.raises(OSError, match="stuck"):
-        early.value()
+    with BackgroundContext(door) as background:
+        background.start()
+    with BackgroundContext(door) as background, pytest.raises(OSError, match="stuck"):
+        background.value()
+
+
+def test_a_log_is_shown_once_and_only_until_the_wait_ends() -> None:
+    first, more, over = threading.Event(), threading.Event(), threading.Event()
+    followers: list[TextIO] = []
+
+    def follow(out: TextIO) -> None:
+        followers.append(out)
+        try:
+            out.write("one\n")
+            out.flush()
+            first.set()
+            more.wait(10)
+            out.write("two\n")
+        finally:
+            over.set()
+
+    shown = io.StringIO()
+    with LogFollower(follow) as follower:
+        follower.start(shown)
+        follower.start(shown)
+        assert first.wait(10)
+    more.set()
+    assert over.wait(10)
+    assert (len(followers), shown.getvalue()) == (1, "one\n")
+
+
+def test_a_log_that_cannot_be_shown_stops_nothing() -> None:
+    tried = threading.Event()
+
+    def follow(out: TextIO) -> None:
+        tried.set()
+        raise OSError
+
+    with LogFollower(follow) as follower:
+        follower.start(io.StringIO())
+        assert tried.wait(10)
