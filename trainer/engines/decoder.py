@@ -17,7 +17,7 @@ from torch.nn import functional
 from trainer.base_model.architecture import Architecture
 from trainer.config import LoraConfig
 from trainer.policy.attention import rotations
-from trainer.policy.autograd_ops import turn
+from trainer.policy.autograd_ops import rotate_no_grad
 from trainer.policy.lora import LINEARS, peft_name
 from trainer.policy.model import Policy
 
@@ -151,7 +151,7 @@ class DecoderLayer:
             split = torch.split(turning, [a.heads, a.kv_heads], dim=1)
             normed = [self._norm(h, s) for h, s in zip(split, self._head_norms, strict=True)]
             turning = torch.cat(normed, dim=1)
-        queries, keys = torch.split(turn(turning, *turns), [a.heads, a.kv_heads], dim=1)
+        queries, keys = torch.split(rotate_no_grad(turning, *turns), [a.heads, a.kv_heads], dim=1)
         x = x + self._output(attend(self._index, queries, keys, values))
         gate, up = self._gate_and_up(self._norm(x, self._norms[1])).chunk(2, dim=-1)
         return x + self._down(functional.silu(gate).mul_(up))

@@ -103,15 +103,15 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return turn(x, cos, sin)
+        return rotate_no_grad(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return turn(grads[0], cos, sin, -1), None, None  # the inverse rotation
+        return rotate_no_grad(grads[0], cos, sin, -1), None, None  # the inverse rotation
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, direction: int = 1) -> Tensor:
+def rotate_no_grad(x: Tensor, cos: Tensor, sin: Tensor, direction: int = 1) -> Tensor:
     """RoPE without a gradient."""
     half = x.shape[-1] // 2
     out = x * cos
