@@ -193,6 +193,8 @@ def local_laptop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laptop]:
         **{name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"},
         "HOME": str(home),
         "PATH": ":".join(part for part in os.environ["PATH"].split(":") if part != own),
+        # The clone's environment has the packages of this one, which `scripts/install` made.
+        "ART_SEED_ENVIRONMENT": str(REPOSITORY / ".venv"),
     }
     laptop = Laptop(clone, ("bash", "-euo", "pipefail", "-c"), environment, " --local", ports)
     yield laptop

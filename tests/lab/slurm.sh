@@ -97,6 +97,7 @@ package_environment() {
   echo "UV_CACHE_DIR=$LAB/uv-cache"
   echo "UV_LINK_MODE=symlink" # the kernel refuses hard links to files of another user
   echo "UV_PYTHON_DOWNLOADS=never"
+  echo "UV_COMPILE_BYTECODE=0" # each environment is used for minutes: Python compiles what it imports
   [ -z "$links" ] || printf 'UV_FIND_LINKS=%s\nPIP_FIND_LINKS=%s\n' "$links" "$links"
   for name in UV_DEFAULT_INDEX UV_INDEX_URL UV_EXTRA_INDEX_URL PIP_INDEX_URL HTTPS_PROXY NO_PROXY; do
     [ -z "${!name:-}" ] || echo "$name=${!name}"
