@@ -160,7 +160,7 @@ class Cluster:
         """Write the output of a run, by default the newest, to `out`, by default stdout.
 
         `server` is the run of the task itself. `engine` (or `vllm`) and `learner` are processes
-        of the server, which have log files of their own.
+        of the server with separate log files.
         """
         out = out or sys.stdout
         if run_id in _PROCESSES:

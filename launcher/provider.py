@@ -22,7 +22,7 @@ SERVER = "server"
 RUN, SETUP = "run", "launcher-setup"
 """Names of runs other than the task: a command started with `launcher run`, and a setup."""
 SETUP_FAILED = "The setup failed"
-"""Line in the server's log that says that its setup failed and the server did not start."""
+"""Text in the server's log if its setup failed, so that the server did not start."""
 
 
 class RunStatus(StrEnum):
@@ -110,9 +110,9 @@ class Check:
     name: str
     ok: bool
     message: str
-    """What the check found, in one sentence."""
+    """The finding, in one sentence."""
     fix: str = ""
-    """What to do about it."""
+    """How to fix it."""
 
 
 Progress = Callable[[int, float], None]

@@ -106,9 +106,9 @@ def up(
         envs=dict(map(_assignment, envs)),
         lease=lease,
     )
-    given = [*lease.options, *(["--env"] if envs else [])]
+    options = [*lease.options, *(["--env"] if envs else [])]
     log = None if target.local else sys.stderr
-    if not cluster.up(task, rest, progress=note, log=log, options=given):
+    if not cluster.up(task, rest, progress=note, log=log, options=options):
         note("Nothing was launched")
         return
     where = target.options

@@ -40,7 +40,7 @@ def read_run(directory: Path) -> Run:
 
 
 def _pid(directory: Path) -> int | None:
-    """The process id of a run that is alive. A reused id is told apart by its start time."""
+    """The process id of a run that is alive. The start time shows whether the id was reused."""
     try:
         pid, _, started = (directory / "pid").read_text().partition(" ")
     except OSError:

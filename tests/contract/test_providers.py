@@ -269,6 +269,7 @@ def test_local_pulls_only_finished_checkpoints(local: LocalProvider, tmp_path: P
     ("change", "named"),
     [
         ("resources: {accelerators: 'H100:1'}", "GPUs"),
+        ("resources: {ordered: [{accelerators: 'H100:1'}]}", "GPUs"),
         ("num_nodes: 2", "2 nodes"),
         ("file_mounts: {~/x: {source: s3://b, mode: MOUNT_CACHED}}", "the bucket at `~/x`"),
         ("volumes: {/mnt: v}", "`volumes`"),

@@ -40,10 +40,8 @@ def test_files_of_the_caller_are_found_from_any_directory(script: Path, tmp_path
     assert Path(home) == script.parent
     absolute = (f"{mine}/one.yaml", "--env-file", f"{mine}/prod.env")
     assert arguments == ["up", "-c", "art", *absolute, "--infra", "slurm/lab"]
-    assert call(script, mine, "sky/art.yaml")[1:] == [
-        "up",
-        "sky/art.yaml",
-    ]  # one of ours
+    # The caller has no such file, so it is the checkout's.
+    assert call(script, mine, "sky/art.yaml")[1:] == ["up", "sky/art.yaml"]
     assert call(script, mine, f"{mine}/one.yaml")[1:] == ["up", f"{mine}/one.yaml"]
     assert call(script, mine)[1:] == ["up"]
     assert call(script, script.parent, "sky/art.yaml")[1:] == ["up", "sky/art.yaml"]
