@@ -27,7 +27,13 @@ from launcher.provider import (
     live_server,
 )
 from launcher.settings import Settings, read
-from launcher.startup import BackgroundContext, LogFollower, already_running, startup_error
+from launcher.startup import (
+    BackgroundContext,
+    LogFollower,
+    activity,
+    already_running,
+    startup_error,
+)
 from launcher.state import (
     add_secret_names,
     launch_lock,
@@ -285,11 +291,10 @@ class Cluster:
                     if is_healthy(endpoints):
                         return
                     time.sleep(0.3)
-                status = self._run(run_id).status
-                if status.over:
+                run = self._run(run_id)
+                if run.status.over:
                     raise startup_error(self.provider, self.name, run_id)
-                pending = status is RunStatus.PENDING
-                activity = "Waiting in the cluster's queue" if pending else "Setting up the server"
-                progress(f"{activity}… {time.monotonic() - started:.0f} s")
-                if log is not None and not pending:
+                doing = activity(self.provider, self.name, run, log_shown=log is not None)
+                progress(f"{doing}… {time.monotonic() - started:.0f} s")
+                if log is not None and run.status is not RunStatus.PENDING:
                     follower.start(log)

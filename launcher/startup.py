@@ -9,10 +9,11 @@ from contextlib import AbstractContextManager
 from typing import Generic, Self, TextIO, TypeVar, cast
 
 from launcher.errors import ProviderError
-from launcher.provider import SETUP_FAILED, Provider, Run
+from launcher.provider import SETUP_FAILED, Provider, Run, RunStatus
 from launcher.task import Task
 
 T = TypeVar("T")
+INSTALLING = "Installing "  # starts each line that `scripts/install` writes while it works
 
 
 class BackgroundContext(Generic[T]):
@@ -102,11 +103,20 @@ def already_running(cluster: str, server: Run, task: Task, given: Sequence[str])
     return f"{message}; not applied, because the cluster exists: {ignored}"
 
 
+def activity(provider: Provider, cluster: str, run: Run, *, log_shown: bool) -> str:
+    """Say what a server that is not healthy yet is doing."""
+    if run.status is RunStatus.PENDING:
+        return "Waiting in the cluster's queue"
+    # A log that the user sees already says more, and reading it again may need an ssh.
+    lines = [] if log_shown else _last_lines(provider, cluster, run.id)
+    if lines and lines[-1].startswith(INSTALLING):
+        return "Installing the server's environment"
+    return "Setting up the server"
+
+
 def startup_error(provider: Provider, cluster: str, run_id: str) -> ProviderError:
     """Return the error that explains, from the end of its log, why a server did not start."""
-    out = io.StringIO()
-    provider.logs(cluster, run_id, follow=False, tail=20, out=out)
-    lines = [line.strip() for line in out.getvalue().splitlines() if line.strip()]
+    lines = _last_lines(provider, cluster, run_id)
     see_log = f"See why with `launcher logs {run_id} -c {cluster}`"
     if any(SETUP_FAILED in line for line in lines):
         return ProviderError(
@@ -117,3 +127,9 @@ def startup_error(provider: Provider, cluster: str, run_id: str) -> ProviderErro
     return ProviderError(
         f"The server of cluster `{cluster}` exited before it was healthy: {last}", hint=see_log
     )
+
+
+def _last_lines(provider: Provider, cluster: str, run_id: str) -> list[str]:
+    out = io.StringIO()
+    provider.logs(cluster, run_id, follow=False, tail=20, out=out)
+    return [line.strip() for line in out.getvalue().splitlines() if line.strip()]

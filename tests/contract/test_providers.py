@@ -6,6 +6,7 @@
 import io
 import os
 import pwd
+import re
 import subprocess
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from launcher.files import select
 from launcher.local.provider import LocalProvider
 from launcher.provider import CLUSTER_STATE_DIR, Provider, RunStatus
 from launcher.settings import Settings
+from launcher.startup import INSTALLING
 from launcher.task import Task
 from launcher.testing import FakeProvider
 from tests.serving import free_port
@@ -250,6 +252,35 @@ def test_local_reports_why_the_server_never_became_healthy(
         cluster.up(Task.load(task.path, ports), interval=0.2, log=shown)
     assert error.value.hint and "launcher logs 1 -c art" in error.value.hint
     provider.down("art")
+
+
+def test_local_reports_what_the_server_is_doing_until_it_is_healthy(
+    task: Task, tmp_path: Path
+) -> None:
+    install = (Path(__file__).parents[2] / "scripts/install").read_text()
+    assert f'echo "{INSTALLING}' in install  # its lines are recognised by this word
+    text = TASK.replace(
+        "set -e", f"echo {INSTALLING} packages; until [ -f ~/installed ]; do sleep 0.1; done"
+    )
+    task.path.write_text(text)
+    provider, messages = LocalProvider(tmp_path / "clusters"), list[str]()
+    ports = Settings.model_validate({"port": free_port(), "openai_port": free_port()})
+
+    installed = tmp_path / "clusters/art/home/installed"
+
+    def progress(message: str) -> None:
+        messages.append(message)
+        if message.startswith("Installing the server's environment… "):
+            installed.touch()
+        elif installed.exists():
+            provider.cancel("art", "1")
+
+    with pytest.raises(ProviderError, match="exited before it was healthy"):
+        Cluster("art", provider=provider, settings=ports).up(
+            Task.load(task.path, ports), interval=0.5, progress=progress
+        )
+    provider.down("art")
+    assert re.fullmatch(r"Setting up the server… \d+ s", messages[-1])
 
 
 def test_local_pulls_only_finished_checkpoints(local: LocalProvider, tmp_path: Path) -> None:

@@ -22,6 +22,12 @@ def lengths(groups, more):
 
 serve({"lengths": lengths, "add": lambda one, other: one + other})
 """
+VARIABLES = """
+import os
+from trainer.processes.worker import serve
+
+serve({"variables": lambda: dict(os.environ)})
+"""
 
 
 async def test_calls_of_any_size_arrive_complete_and_in_order(
@@ -40,6 +46,35 @@ async def test_calls_of_any_size_arrive_complete_and_in_order(
         assert [row async for row in worker.stream("lengths", groups=[], more=None)] == []
     finally:
         await worker.stop()
+
+
+async def test_openmp_threads_of_a_worker_spin_briefly_unless_the_user_has_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "variables_worker.py").write_text(VARIABLES)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+
+    async def variables(**given: str) -> dict[str, str]:
+        worker = Worker(
+            "w", "variables_worker", [], log=tmp_path / "log", environment={"ART_X": "given"}
+        )
+        with monkeypatch.context() as patch:
+            for name, value in given.items():
+                patch.setenv(name, value)
+            await worker.start()
+        try:
+            found = await worker.call("variables")
+        finally:
+            await worker.stop()
+        assert found["ART_X"] == "given"
+        return {name: found[name] for name in names if name in found}
+
+    assert await variables() == {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
+    for name in names:
+        assert await variables(**{name: "7"}) == {name: "7"}
 
 
 def test_a_process_dies_even_if_its_parent_died_before_it_checked() -> None:
