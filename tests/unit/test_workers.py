@@ -1,0 +1,93 @@
+"""Workers with a fake engine: nothing is sampled before the start, and a death is retried."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from trainer.base_model.resolve import resolve
+from trainer.base_model.tokenizer import Tokenizer
+from trainer.config import ServerConfig
+from trainer.engines.engine import Delta, SampleRequest
+from trainer.errors import NotReady, WorkerDied
+from trainer.server.app import create_app
+from trainer.server.backend import Backend
+from trainer.server.workers import Workers, _Started
+
+CHAT: dict[str, Any] = {"model": "b", "messages": [{"role": "user", "content": "q"}]}
+
+
+class DyingEngine:
+    """Dies `deaths` times after its first delta, then samples two tokens."""
+
+    def __init__(self, deaths: int = 0) -> None:
+        self.deaths = deaths
+
+    async def sample(self, request: SampleRequest) -> AsyncIterator[Delta]:
+        yield Delta(0, [7], [-1.0], "a")
+        if self.deaths:
+            self.deaths -= 1
+            raise WorkerDied("The engine died")
+        yield Delta(0, [8], [-2.0], "b", finish_reason="stop")
+
+
+def started(workers: Workers, engine: Any) -> Workers:
+    workers._started = _Started(engine, None, Tokenizer(resolve("tiny-random")))  # type: ignore[arg-type]
+    return workers
+
+
+async def sample(workers: Workers, *, stream: bool) -> list[int]:
+    request = SampleRequest([1], stream=stream)
+    return [delta.token_ids[0] async for delta in workers.sample(None, 0, request)]
+
+
+async def test_workers_that_are_not_started_say_so() -> None:
+    workers = Workers(ServerConfig())
+    for name in ("engine", "learner", "tokenizer"):
+        with pytest.raises(NotReady, match="not started yet"):
+            getattr(workers, name)
+    await workers.stop()
+
+
+async def test_a_death_loses_and_repeats_no_delta() -> None:
+    assert await sample(started(Workers(ServerConfig()), DyingEngine(1)), stream=False) == [7, 8]
+
+
+async def test_a_stream_that_began_is_not_started_over() -> None:
+    with pytest.raises(WorkerDied):
+        await sample(started(Workers(ServerConfig()), DyingEngine(1)), stream=True)
+
+
+async def test_an_engine_that_dies_twice_is_an_error() -> None:
+    with pytest.raises(WorkerDied):
+        await sample(started(Workers(ServerConfig()), DyingEngine(2)), stream=False)
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Backend:
+    backend = Backend(ServerConfig(state_dir=str(tmp_path)), openai_port=8000)
+    started(backend.workers, DyingEngine())
+    backend.models.base_model = "b"
+    return backend
+
+
+async def test_a_chat_is_recorded_in_the_ledger_and_in_its_rollout(backend: Backend) -> None:
+    app = httpx.ASGITransport(create_app(backend.config, backend))
+    async with httpx.AsyncClient(transport=app, base_url="http://127.0.0.1") as client:
+        url = "/rollouts/r/v1/chat/completions"
+        answer = (await client.post(url, json=CHAT)).json()
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        stream = (await client.post(url, json={**CHAT, **options})).text.split("\n\n")
+        rollout = (await client.get("/rollouts/r")).json()
+        metrics = (await client.get("/metrics")).text
+    (choice,) = answer["choices"]
+    assert (choice["token_ids"], choice["message"]["content"]) == ([7, 8], "ab")
+    assert len(stream) == 5 and stream[3:] == ["data: [DONE]", ""]
+    assert '"prompt_token_ids"' in stream[0] and '"usage"' in stream[2]
+    assert [entry["choices"] for entry in rollout["completions"]] == [[choice], [choice]]
+    assert rollout["completions"][0]["messages"] == CHAT["messages"]
+    entry = backend.ledger.find(choice)
+    assert entry and entry.rollout == "r" and entry.prompt_ids == answer["prompt_token_ids"]
+    assert "art_completions_total 2" in metrics and "art_sampled_tokens_total 4" in metrics
