@@ -1,4 +1,4 @@
-"""Admission: a train request becomes a journaled request, and that a step under way."""
+"""Admits train requests: journals each one and starts its step."""
 
 import asyncio
 import logging
@@ -45,7 +45,7 @@ class Admission:
     ) -> Training:
         """Journal the request and start the step.
 
-        A client that sends the same body again before it got its answer gets the same step.
+        The same body sent again before its answer was delivered gets the same step.
         """
         async with self._admitting[model.key]:
             newest = self.newest(model)

@@ -109,7 +109,7 @@ class Journal:
         self._rows.unlink(missing_ok=True)
 
     def synced(self) -> None:
-        """Mark the checkpoint as safe from a power cut, and drop the request once delivered."""
+        """Mark the checkpoint as safe from a power cut, and drop a delivered request."""
         self._synced = True
         self._delivered.unlink(missing_ok=True)
 

@@ -60,7 +60,7 @@ def unpulled_warnings(config: ServerConfig) -> list[str]:
 
 
 def unpulled_checkpoints(state: Path) -> list[str]:
-    """Trained checkpoints that are only on this machine, as PROJECT/NAME/STEP."""
+    """Trained checkpoints that nobody pulled, as PROJECT/NAME/STEP."""
     try:
         pulled = set((state / PULLED).read_text().split())
     except OSError:

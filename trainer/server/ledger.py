@@ -149,7 +149,7 @@ def fingerprint(choice: Json) -> bytes | None:
 
 
 def _fingerprint(names: str, logprobs: Sequence[float]) -> bytes:
-    """Hash tokens and logprobs: the same tokens after two prompts differ in their logprobs.
+    """Hash tokens and logprobs. The same tokens have other logprobs after another prompt.
 
     Logprobs are rounded: JSON preserves a double, but not every framework keeps it a double.
     """

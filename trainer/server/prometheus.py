@@ -3,14 +3,17 @@
 from collections import defaultdict
 
 _HELP = {
-    "art_completions_total": ("counter", "Choices that were sampled to their end."),
+    "art_completions_total": ("counter", "Choices that finished."),
     "art_sampled_tokens_total": ("counter", "Tokens in those choices."),
-    "art_steps_total": ("counter", "Training steps that were served."),
+    "art_steps_total": ("counter", "Training steps served."),
     "art_failed_steps_total": ("counter", "Training requests that ended in an error."),
     "art_step": ("gauge", "Newest served step of a model."),
-    "art_train_seconds": ("gauge", "Seconds that the last step took."),
-    "art_canary_logprob_difference": ("gauge", "Engine against learner, mean per token."),
-    "art_retokenized_total": ("counter", "Choices trained on that no ledger entry matched."),
+    "art_train_seconds": ("gauge", "Duration of the last step."),
+    "art_canary_logprob_difference": (
+        "gauge",
+        "Mean difference per token between engine and learner.",
+    ),
+    "art_retokenized_total": ("counter", "Trained choices without a ledger entry."),
 }
 
 

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class Reports:
-    """Reports what happens to every step. None of the methods waits for anyone."""
+    """Reports what happens to every step."""
 
     def __init__(self, config: ServerConfig) -> None:
         key = config.wandb_api_key

@@ -51,7 +51,7 @@ def _start(key: str, directory: str, project: str, name: str) -> Any:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the server still has rows to send
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     runs = WandbRuns()
     serve({"log": runs.log, "finish": runs.finish})
 

@@ -111,7 +111,7 @@ def _add_experimental(router: APIRouter, backend: Backend) -> None:
 
 
 async def stream(training: Training, *, verbose: bool) -> StreamingResponse:
-    """Stream the rows of a step, from the first one on: a bad group is then still a 4xx."""
+    """Stream the rows of a step. The status waits for the first, so that a bad group is a 4xx."""
     rows = _logged(training) if verbose else training.rows()
     first = await anext(rows, None)
     return StreamingResponse(_ndjson(first, rows, training), media_type="application/x-ndjson")

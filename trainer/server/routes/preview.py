@@ -151,7 +151,7 @@ def _add_jobs(router: APIRouter, backend: Backend) -> None:
 
 
 def _events(backend: Backend, model: Model, step: int) -> list[Json]:
-    """The events so far. The client needs the first one, which holds the number of rows, first."""
+    """The events so far, of which the first holds the number of rows."""
     training = backend.admission.newest(model)
     if training is None or training.request.step != step:
         if step > model.step:
