@@ -93,7 +93,7 @@ class _ClosableStream(io.TextIOBase):
 
 
 def already_running(cluster: str, server: Run, task: Task, given: Sequence[str]) -> str:
-    """Say that a server runs already, and which arguments have no effect. No value is shown."""
+    """Say that a server runs already, and name the ignored arguments without their values."""
     options = [f"`{argument.partition('=')[0]}`" for argument in given if argument.startswith("-")]
     other_task = [f"`{task.path}`"] if server.name != task.name else []
     ignored = ", ".join(dict.fromkeys([*other_task, *options]))

@@ -1,4 +1,4 @@
-"""A provider that only remembers, for tests of what is built on one."""
+"""`FakeProvider`: clusters in memory, for tests of what is built on a provider."""
 
 import contextlib
 import shutil
@@ -27,24 +27,24 @@ from launcher.task import Task
 
 @dataclass
 class FakeProvider:
-    """Clusters in a dictionary. `run` ends at once with `code`; `checkpoints` are what is there."""
+    """Keeps clusters in a dictionary and every call on record. A run ends at once with `code`."""
 
     code: int = 0
     checkpoints: dict[str, bytes] = field(default_factory=dict)
-    """Content of the LoRA by the path of its checkpoint, `demo/models/m/checkpoints/0001`."""
+    """Content of each LoRA, by its checkpoint's path, such as `demo/models/m/checkpoints/0001`."""
     damaged: set[str] = field(default_factory=set)
-    """Those of `checkpoints` whose LoRA does not match its manifest."""
+    """Paths of the checkpoints whose LoRA does not match its manifest."""
     port: int = 0
-    """Local port of whatever is tunnelled to."""
+    """Local port of every tunnel; 0 for the one that was requested."""
     launched: list[tuple[str, Task, list[str]]] = field(default_factory=list)
     started: list[dict[str, object]] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
-    """Small files of the clusters, by their path."""
+    """Text files on the clusters, by path."""
     breaks: list[Exception] = field(default_factory=list)
-    """What the next calls of `fetch` raise, the last first."""
+    """Errors that the next calls of `fetch` raise, the last one first."""
     status: str = "up"
-    """What every cluster is."""
+    """Status of every cluster."""
     spent: Cost = field(default_factory=lambda: Cost(1.5, 3.0, 0.5, None))
     _sizes: dict[str, int] = field(default_factory=dict)
     _runs: dict[str, list[Run]] = field(default_factory=dict)
@@ -83,11 +83,11 @@ class FakeProvider:
 
     def sync(self, name: str, workdir: Path, files: Sequence[str]) -> Sent:
         self.runs(name)
-        gone, known = removed_since(_record(), workdir, files), file_sizes(workdir, files)
+        removed, sizes = removed_since(_record(), workdir, files), file_sizes(workdir, files)
         record_sent(_record(), workdir, files)
-        changed = [path for path in files if self._sizes.get(path) != known[path]]
-        self._sizes = known
-        return Sent(tuple(changed), tuple(gone), sum(known[path] for path in changed))
+        changed = [path for path in files if self._sizes.get(path) != sizes[path]]
+        self._sizes = sizes
+        return Sent(tuple(changed), tuple(removed), sum(sizes[path] for path in changed))
 
     def cancel(self, name: str, run_id: str) -> None:
         runs = self.runs(name)
@@ -144,7 +144,7 @@ class FakeProvider:
         progress(1, 1.0)
 
     def _make(self, there: Path, source: str) -> None:
-        """What is below `source` of a cluster, as files."""
+        """Write the files below `source` of a cluster into `there`."""
         for place, content in self.checkpoints.items():
             (there / place).mkdir(parents=True)
             (there / place / "adapter_model.safetensors").write_bytes(content)
@@ -168,7 +168,7 @@ class FakeProvider:
         return Path.home() / f"fake-{name}-ports.json"
 
     def checks(self) -> list[Check]:
-        return [Check("fake", True, "it is there")]
+        return [Check("fake", True, "it works")]
 
     def down(self, name: str) -> None:
         self.ended.append(name)

@@ -32,9 +32,12 @@ def launch(
     command, record = launch_command(), _record(name)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / f"{task.path.stem}.yaml"
-        context = parse(command, [*_own_arguments(name, task, path), *arguments])
+        own_arguments = _own_arguments(name, task, path)
+        context = parse(command, [*own_arguments, *arguments])
         status = None if record is None else record["status"].value
-        clouds = _clouds(task, context.params) if record is None else set[str]()
+        clouds = requested_clouds(task.config.get("resources") or {}, context.params)
+        if record is None and not clouds:
+            clouds = _enabled_clouds()
         plan = plan_launch(task, context.params, cluster_status=status, clouds=clouds)
         setup_run = None
         if plan.route is Route.SETUP_FIRST and record is not None:
@@ -107,10 +110,8 @@ def _record(name: str) -> Mapping[str, Any] | None:
         return next(iter(skypilot.get(skypilot.status([name]))), None)
 
 
-def _clouds(task: Task, options: Mapping[str, Any]) -> set[str]:
-    """The clouds that a launch may choose from. SkyPilot is called only if none is named."""
-    if named := requested_clouds(task.config.get("resources") or {}, options):
-        return named
+def _enabled_clouds() -> set[str]:
+    """All clouds that SkyPilot has credentials for."""
     skypilot = sky()
     with translated(ANY):
         return {str(cloud) for cloud in skypilot.get(skypilot.client.sdk.enabled_clouds())}
