@@ -21,7 +21,7 @@ from trainer.base_model.smollm2 import NAME
 from trainer.config import ServerConfig
 from trainer.engines.choose import engine_kind
 
-STOP = "  Stop the backend:   .venv/bin/launcher down --local (saves the checkpoints first)"
+STOP = "  Stop the backend:   .venv/bin/launcher down --local  # saves the checkpoints first"
 
 
 @dataclass(frozen=True)
