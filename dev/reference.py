@@ -38,7 +38,7 @@ ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs/reference.md"
 PROGRAMS: dict[str, click.Command] = {"launcher": launcher, "trainer": trainer}
 GENERATED = re.compile(r"(<!-- generated: ([\w/ -]+) -->\n).*?(<!-- end generated -->)", re.DOTALL)
-HELP_WIDTH = 90
+HELP_WIDTH = 80
 
 INTRODUCTION = """\
 # Reference

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dev.setting_tables import slug
+from trainer.harness.config import load_config
 
 ROOT = Path(__file__).parents[2]
 MANUAL = sorted((ROOT / "docs").glob("**/*.md"))
@@ -67,6 +68,13 @@ def test_every_page_of_the_manual_is_in_the_navigation() -> None:
 )
 def test_every_file_that_a_page_names_exists(page: Path) -> None:
     assert [name for name in OUR_FILE.findall(prose(page)) if not (ROOT / name).exists()] == []
+
+
+def test_the_first_config_of_the_manual_loads(tmp_path: Path) -> None:
+    page = (ROOT / "docs/your-agent.md").read_text()
+    (tmp_path / "config.yaml").write_text(re.findall(r"```yaml\n(llms:.*?)```", page, re.DOTALL)[0])
+    config = load_config(tmp_path / "config.yaml")
+    assert config.finetuning.enabled and config.reward_name == "mine"
 
 
 def test_a_broken_anchor_is_found(tmp_path: Path) -> None:
