@@ -3,6 +3,7 @@
 `scripts/docs` checks the site the same way; this needs no documentation tools.
 """
 
+import ast
 import re
 from pathlib import Path
 
@@ -20,6 +21,11 @@ PAGES = [
 ]
 FENCE = re.compile(r"^( *)(```|~~~).*?^\1\2", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+NOT_MESSAGES = {
+    "A step runs out of GPU memory",
+    "Rewards do not rise",
+    "Everything is slow on a busy machine",
+}
 OUR_FOLDERS = "kit|launcher|trainer|tests|scripts|sky|bench|examples|docs|dev|requirements"
 OUR_FILE = re.compile(rf"`((?:{OUR_FOLDERS})/[\w./-]*\w/?)`")
 
@@ -75,6 +81,34 @@ def test_the_first_config_of_the_manual_loads(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(re.findall(r"```yaml\n(llms:.*?)```", page, re.DOTALL)[0])
     config = load_config(tmp_path / "config.yaml")
     assert config.finetuning.enabled and config.reward_name == "mine"
+
+
+def messages() -> set[str]:
+    """Every message of the program that the documentation quotes."""
+    tables = (ROOT / "README.md").read_text() + (ROOT / "docs/troubleshooting.md").read_text()
+    quoted = re.findall(r"^\| (`+) ?(.+?) ?\1 \|", tables.partition("| Message |")[2], re.MULTILINE)
+    headings = re.findall(r"^### (.+)$", prose(ROOT / "docs/troubleshooting.md"), re.MULTILINE)
+    return {text for _, text in quoted} | set(headings) - NOT_MESSAGES
+
+
+def strings_of_the_code() -> str:
+    found = []
+    for folder in ("kit", "launcher", "trainer"):
+        for path in (ROOT / folder).glob("**/*.py"):
+            nodes = ast.walk(ast.parse(path.read_text()))
+            found += [node.value for node in nodes if isinstance(node, ast.Constant)]
+    return "\n".join(text for text in found if isinstance(text, str))
+
+
+def test_every_quoted_message_is_one_that_the_code_prints() -> None:
+    code = strings_of_the_code()
+    parts = [
+        (message, part.strip(" `,:"))
+        for message in sorted(messages())
+        for part in re.split(r"…|`[^`]*`|\b[NM]\b|\d+", message)
+    ]
+    assert len(parts) > 20
+    assert [message for message, part in parts if part not in code] == []
 
 
 def test_a_broken_anchor_is_found(tmp_path: Path) -> None:
