@@ -83,7 +83,7 @@ def files(environment: Path) -> dict[Path, bytes]:
 
 
 def python(checkout: Path, code: str) -> str:
-    command = [checkout / ".venv/bin/python", "-c", code]
+    command = [str(checkout / ".venv/bin/python"), "-c", code]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
