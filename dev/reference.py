@@ -61,14 +61,23 @@ SETTINGS: list[tuple[str, str, type[BaseModel]]] = [
         ServerConfig,
     ),
     ("`lora`", "Part of the server's file: the shape of the LoRA of a new model.", LoraConfig),
-    ("`trainer engine`: settings", "A machine that joins the server of another.", NodeConfig),
+    (
+        "`trainer engine`: settings",
+        "Flags and environment of a machine that joins the server of another one.",
+        NodeConfig,
+    ),
     (
         "Training step",
         "What a client sends with a step: keyword arguments of `backend.train`, `training` of a "
-        "trainer adapter, or the `config` of `/_train_model`.",
+        "trainer adapter, or the `config` of `/_train_model`. Names and defaults are ART's, where "
+        "ART has the setting.",
         GrpoConfig,
     ),
-    ("Supervised step", "The `config` of `/_train_sft`.", SftConfig),
+    (
+        "Supervised step",
+        "The `config` of `/_train_sft`, which trains on the assistants' messages.",
+        SftConfig,
+    ),
     (
         "Launcher settings",
         "Flags, environment and `.env`. The ones that are not secret go to every task as envs; a "
@@ -86,7 +95,7 @@ def reference() -> str:
         for path, command in _subcommands(program, name):
             parts.append(f"### {path}\n\n{_command(path, command)}")
     for title, where, model in SETTINGS:
-        parts.append(f"## {title}\n\n{where}\n\n{describe(model)}{settings_table(model)}")
+        parts.append(f"## {title}\n\n{where}\n\n{settings_table(model)}")
     parts.append(_finetune_file())
     return "\n".join(parts)
 

@@ -79,8 +79,11 @@ def _type(prop: dict[str, Any], schema: dict[str, Any]) -> str:
         return f"mapping of name to {inner}" if inner else "mapping"
     if kind == "string":
         return {"password": "secret", "path": "path"}.get(prop.get("format", ""), "text")
+    name = NAMES.get(str(kind), "any value")
+    if "minimum" in prop and "maximum" in prop:
+        return f"{name} from {prop['minimum']} to {prop['maximum']}"
     bounds = [f"{word} {prop[key]:g}" for key, word in BOUNDS.items() if key in prop]
-    return ", ".join([NAMES.get(str(kind), "any value"), *bounds])
+    return ", ".join([name, *bounds])
 
 
 def _default(field: FieldInfo) -> str:
