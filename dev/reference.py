@@ -9,6 +9,7 @@ stale, and `tests/unit/test_reference.py` fails. A page marks a generated part w
     <!-- generated: help launcher up -->
     <!-- generated: variables -->
     <!-- generated: map trainer/server -->
+    <!-- generated: readme Quickstart -->
 
 and ends it with `<!-- end generated -->`.
 """
@@ -217,12 +218,20 @@ def folder_map(folder: str) -> str:
     return "| File | Owns |\n|---|---|\n" + "".join(rows)
 
 
+def readme_script(title: str) -> str:
+    """The first Python script below a heading of the README, which a test runs."""
+    section = (ROOT / "README.md").read_text().partition(f"\n## {title}")[2]
+    return re.findall(r"```python\n.*?```\n", section, re.DOTALL)[0]
+
+
 def generated(kind: str) -> str:
     """The content of one generated part."""
     if kind == "variables":
         return variables_table()
     if kind.startswith("map "):
         return folder_map(kind.removeprefix("map "))
+    if kind.startswith("readme "):
+        return readme_script(kind.removeprefix("readme "))
     return help_text(kind.removeprefix("help "))
 
 
