@@ -221,7 +221,8 @@ def folder_map(folder: str) -> str:
 def readme_script(title: str) -> str:
     """The first Python script below a heading of the README, which a test runs."""
     section = (ROOT / "README.md").read_text().partition(f"\n## {title}")[2]
-    return re.findall(r"```python\n.*?```\n", section, re.DOTALL)[0]
+    start, end = section.index("```python\n"), section.index("```\n\n")
+    return section[start:end] + "```\n"
 
 
 def generated(kind: str) -> str:
