@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,12 @@ def test_weights_that_do_not_fit_their_config_are_rejected(tmp_path: Path) -> No
     (copy / "model.safetensors").write_bytes(b"not a tensor file")
     with pytest.raises(ModelError, match="cannot be read"):
         load(copy)
+
+
+def test_the_data_sets_of_torchtune_are_not_imported() -> None:
+    code = "import sys, trainer.policy.model; print('pandas' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["False"], done.stderr
 
 
 def test_only_one_module_imports_torchtune() -> None:

@@ -5,7 +5,9 @@ weights, and the LoRA trained on it, therefore have the same values here, in PEF
 the names differ. Weights are memory-mapped, and frozen ones are never copied.
 """
 
+import importlib.util
 import logging
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,11 @@ from trainer.policy.lora import (
 from trainer.policy.tree_mask import TreeMask
 from trainer.policy.weights import hugging_face_names, place_weights
 
+# TorchTune's `__init__` imports its data sets, with pandas and pyarrow: 2 of the 5 s of CPU time
+# that our imports take. We need `torchtune.modules` alone, so the package is registered without it.
+_spec = importlib.util.find_spec("torchtune")
+if _spec and "torchtune" not in sys.modules:
+    sys.modules["torchtune"] = importlib.util.module_from_spec(_spec)
 with warnings.catch_warnings():
     # TorchTune 0.6.1 is older than our torchao and torch: its imports emit deprecation warnings.
     warnings.simplefilter("ignore")
