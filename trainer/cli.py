@@ -204,20 +204,7 @@ def models(state_dir: Path, as_json: bool) -> None:
     """
     from trainer.runs import list_runs
 
-    rows = []
-    for run in list_runs(state_dir):
-        steps, history = run.steps(), run.history()
-        rewards = [row["train/reward"] for row in history if "train/reward" in row]
-        rows.append(
-            {
-                "project": run.project,
-                "name": run.name,
-                "base_model": run.base_model(),
-                "step": steps[-1] if steps else 0,
-                "checkpoints": len(steps),
-                "reward": rewards[-1] if rewards else None,
-            }
-        )
+    rows = [run.summary() for run in list_runs(state_dir)]
     if as_json:
         kit.cli.data(rows)
         return

@@ -49,6 +49,19 @@ class ModelRun:
                 rows.append(json.loads(line))
         return rows
 
+    def summary(self) -> Json:
+        """Names, newest step and newest training reward, as `trainer models` prints them."""
+        steps = self.steps()
+        rewards = [row["train/reward"] for row in self.history() if "train/reward" in row]
+        return {
+            "project": self.project,
+            "name": self.name,
+            "base_model": self.base_model(),
+            "step": steps[-1] if steps else 0,
+            "checkpoints": len(steps),
+            "reward": rewards[-1] if rewards else None,
+        }
+
 
 def list_runs(state: Path) -> Iterator[ModelRun]:
     """Yield every run under `state`, sorted by project and name."""
