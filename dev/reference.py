@@ -134,7 +134,7 @@ def _command(path: str, command: click.Command) -> str:
     """Usage, description, options and examples of one command."""
     before, _, after = inspect.cleandoc(command.help or "").partition("\b")
     paragraphs = "\n\n".join(one_line(text) for text in before.split("\n\n") if text.strip())
-    usage = " ".join([path, *command.collect_usage_pieces(click.Context(command, info_name=path))])
+    usage = " ".join([path, *command.collect_usage_pieces(_context(command, path, None))])
     text = f"```text\n{usage}\n```\n\n{paragraphs}\n"
     if rows := [_option(param) for param in command.params if _is_shown(param)]:
         text += "\n| Option | Default | Description |\n|---|---|---|\n" + "".join(rows)
@@ -180,18 +180,25 @@ def _range(param: click.Option) -> str:
     return ""
 
 
+def _context(command: click.Command, name: str, parent: click.Context | None) -> click.Context:
+    """The context in which the program itself would print the help of `command`."""
+    # Commands inherit `-h` from their program; click caches the help option of the first context.
+    settings: dict[str, Any] = {"help_option_names": ["-h", "--help"], **command.context_settings}
+    settings.pop("max_content_width", None)
+    return click.Context(
+        command, info_name=name, parent=parent, terminal_width=HELP_WIDTH, **settings
+    )
+
+
 def help_text(path: str) -> str:
     """The output of `PATH --help`, as a code block."""
     name, *rest = path.split()
     command: click.Command = PROGRAMS[name]
-    context = click.Context(command, info_name=name, terminal_width=HELP_WIDTH)
+    context = _context(command, name, None)
     for part in rest:
         assert isinstance(command, click.Group)
         command = command.commands[part]
-        context = click.Context(
-            command, info_name=part, parent=context, terminal_width=HELP_WIDTH,
-            **{k: v for k, v in command.context_settings.items() if k != "max_content_width"},
-        )  # fmt: skip
+        context = _context(command, part, context)
     return f"```text\n{command.get_help(context)}\n```\n"
 
 

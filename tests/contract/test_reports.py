@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from tests.contract.harness.test_reporting import READ_WANDB, ask
+from tests.contract.harness.test_reporting import READ_WANDB, run_code
 from tests.environments import client_environment, python_of
 from tests.serving import Serving
 
@@ -72,7 +72,7 @@ def test_the_real_wandb_gets_every_row_in_its_models_run(tmp_path: Path) -> None
     assert "clue/agent at W&B: " in done.stderr and "do not reach" not in done.stderr
     logs = sorted((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
     assert [path.stem for path in logs] == ["run-agent-server", "run-other-server"]
-    rows = ask(python, READ_WANDB, str(logs[0]))
+    rows = run_code(python, READ_WANDB, str(logs[0]))
     assert [{k: v for k, v in row.items() if not k.startswith("_")} for row in rows] == [
         {"train/reward": 0.25, "training_step": 1},
         {"train/reward": 0.75, "training_step": 2},
