@@ -3,7 +3,8 @@
 import httpx
 import pytest
 
-from trainer.client import ArtBackend, _error
+from trainer.client import ArtBackend
+from trainer.client.art_backend import _error
 from trainer.errors import BadRequest, NotFound, NotReady, TrainerError
 
 
