@@ -3,17 +3,13 @@
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator
 
 from kit.types import Json
 from trainer.engines.engine import Delta
 from trainer.exact_tokens import PREFIX
 from trainer.server.chat import ChatRequest
 from trainer.server.tool_calls import ToolCallParser
-
-Deltas = AsyncGenerator[tuple[int, Delta], None]
-"""The deltas of one request, each with the policy step that sampled it."""
 
 
 class ChatAnswer:
@@ -31,8 +27,6 @@ class ChatAnswer:
             "created": int(time.time()),
             "model": request.model,
         }
-        self._first: Json = {}
-        """The chunk that begins a stream."""
         self._choices: dict[int, Delta] = {}
         self._parsers: dict[int, ToolCallParser] = {}
 
@@ -53,23 +47,10 @@ class ChatAnswer:
             chunk["prompt_token_ids"] = self._prompt_ids
         return {**chunk, "choices": [{**self._tokens(delta), "delta": message}]}
 
-    async def read(self, deltas: Deltas) -> None:
-        """Add all deltas, or the first one of a stream, so that errors come before its status."""
-        if self._request.stream:
-            self._first = self.add(*await anext(deltas))
-            return
-        async with aclosing(deltas):
-            async for step, delta in deltas:
-                self.add(step, delta)
-
-    async def events(
-        self, deltas: Deltas, before_end: Callable[[], None]
-    ) -> AsyncGenerator[str, None]:
-        """Yield the events of a stream after `read`, and call `before_end` before the last one."""
-        yield _event(self._first)
-        async for step, delta in deltas:
-            yield _event(self.add(step, delta))
-        before_end()
+    async def events(self, chunks: AsyncGenerator[Json, None]) -> AsyncGenerator[str, None]:
+        """Yield the events of a stream that consists of `chunks`."""
+        async for chunk in chunks:
+            yield _event(chunk)
         if (self._request.stream_options or {}).get("include_usage"):
             chunk = self._object("chat.completion.chunk")
             yield _event({**chunk, "choices": [], "usage": self._usage()})

@@ -6,8 +6,8 @@ from fastapi.responses import JSONResponse, Response
 from kit.types import Json
 from trainer.server.backend import Backend
 from trainer.server.chat import ChatRequest
-from trainer.server.chat_answer import ChatAnswer
-from trainer.server.disconnects import ClosingStream, while_connected
+from trainer.server.disconnects import ClosingStream
+from trainer.server.exchange import Exchange
 
 
 def routes(backend: Backend) -> APIRouter:
@@ -25,22 +25,11 @@ def routes(backend: Backend) -> APIRouter:
 
     @router.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
-        backend.models.find(body.model)  # an unknown name is refused before any work
-        rollout = request.path_params.get("rollout")
-        sample_request = body.sample_request(backend.workers.tokenizer)
-        answer = ChatAnswer(body, sample_request.prompt_ids)
-        deltas = backend.sample(body.model, sample_request, rollout=rollout)
-
-        def record() -> None:
-            if rollout:
-                backend.rollouts.record(rollout, answer.conversation())
-
-        await while_connected(request, answer.read(deltas))
+        exchange = await Exchange.start(backend, request, body)
         if body.stream:
-            # Recorded before the last event: a client that has read it may fetch the rollout.
-            return ClosingStream(answer.events(deltas, record), deltas)
-        record()
-        return JSONResponse(answer.whole())
+            chunks = exchange.chunks()
+            return ClosingStream(exchange.answer.events(chunks), chunks, exchange.deltas)
+        return JSONResponse(exchange.answer.whole())
 
     return router
 

@@ -1,0 +1,61 @@
+"""One request being answered: sampled, accumulated in chat form, and recorded in its rollout.
+
+Every API that talks in messages uses it. `/v1/responses` and `/v1/messages` translate its chunks
+and its whole answer into their own JSON.
+"""
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from fastapi import Request
+
+from kit.types import Json
+from trainer.server.backend import Backend
+from trainer.server.chat import ChatRequest
+from trainer.server.chat_answer import ChatAnswer
+from trainer.server.disconnects import while_connected
+
+
+class Exchange:
+    """Samples a `ChatRequest`; `start` reads the whole answer, or the first chunk of a stream."""
+
+    def __init__(self, backend: Backend, chat: ChatRequest, rollout: str | None) -> None:
+        backend.models.find(chat.model)  # an unknown name is refused before any work
+        sample_request = chat.sample_request(backend.workers.tokenizer)
+        self.answer = ChatAnswer(chat, sample_request.prompt_ids)
+        self.deltas = backend.sample(chat.model, sample_request, rollout=rollout)
+        """The source of `chunks`, which a stream must close when its client leaves."""
+        self._backend = backend
+        self._rollout = rollout
+        self._stream = bool(chat.stream)
+        self._first: Json = {}
+
+    @classmethod
+    async def start(cls, backend: Backend, request: Request, chat: ChatRequest) -> "Exchange":
+        """Sample until there is something to send, so that errors come before the status."""
+        exchange = cls(backend, chat, request.path_params.get("rollout"))
+        await while_connected(request, exchange._read())
+        return exchange
+
+    async def _read(self) -> None:
+        if self._stream:
+            self._first = self.answer.add(*await anext(self.deltas))
+            return
+        async with aclosing(self.deltas):
+            async for step, delta in self.deltas:
+                self.answer.add(step, delta)
+        self._record()
+
+    async def chunks(self) -> AsyncGenerator[Json, None]:
+        """Yield the chunks of a stream in chat form. The rollout is recorded before they end.
+
+        So a client that has read the last event of its stream may fetch the rollout.
+        """
+        yield self._first
+        async for step, delta in self.deltas:
+            yield self.answer.add(step, delta)
+        self._record()
+
+    def _record(self) -> None:
+        if self._rollout:
+            self._backend.rollouts.record(self._rollout, self.answer.conversation())
