@@ -1,10 +1,15 @@
-"""The exact tokens of a sampled choice, which its field `art` carries from ledger to learner.
+"""The id of a sampled choice, and its exact tokens, which a field carries from ledger to learner.
+
+Every choice that the server samples has an unguessable id. Answers carry it twice: as `choice_id`
+of the choice, which OpenAI's and ART's objects keep, and of its first token in the logprobs, which
+also survives where a framework builds a new choice around the same logprobs.
 
 Numbers are arrays in base64. A step has hundreds of thousands of them; as JSON numbers they took
 longer than everything else in a train request.
 """
 
 import binascii
+import secrets
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,8 +20,25 @@ from typing_extensions import Buffer
 from trainer.errors import BadRequest
 
 FIELD = "art"
+CHOICE_ID = "choice_id"  # the extra field of a choice, and of its first logprob, that holds its id
 PREFIX = "token_id:"  # marks a token in logprobs that is given by its id
 _TYPES = {"prompt_ids": "i", "completion_ids": "i", "logprobs": "d"}
+
+
+def new_choice_id() -> str:
+    """A random id for a choice; nobody can guess that of another conversation."""
+    return secrets.token_hex(16)
+
+
+def choice_id(choice: Mapping[str, Any]) -> str | None:
+    """The id that the server gave to a choice, or None if a framework lost it."""
+    found = choice.get(CHOICE_ID)
+    if found is None:
+        logprobs = choice.get("logprobs")
+        content = logprobs.get("content") if isinstance(logprobs, Mapping) else None
+        first = content[0] if isinstance(content, list) and content else None
+        found = first.get(CHOICE_ID) if isinstance(first, Mapping) else None
+    return found if isinstance(found, str) and found else None
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,21 @@
+import sqlite3
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trainer.server.ledger import Entry, Ledger, choices_of
+
+# The table of servers whose choices had no ids.
+OLD_SCHEMA = """
+CREATE TABLE completions (
+    id INTEGER PRIMARY KEY, fingerprint BLOB NOT NULL, content BLOB NOT NULL, model TEXT NOT NULL,
+    step INTEGER NOT NULL, lora_sha256 TEXT NOT NULL, rollout TEXT, prompt_ids BLOB NOT NULL,
+    completion_ids BLOB NOT NULL, logprobs BLOB NOT NULL, created REAL NOT NULL
+);
+CREATE INDEX by_fingerprint ON completions (fingerprint);
+CREATE INDEX by_content ON completions (content);
+"""
 
 
 def choice(ids: list[int], logprobs: list[float], content: str = "text") -> dict[str, Any]:
@@ -111,3 +123,25 @@ def test_choices_are_found_in_additional_histories_too() -> None:
         "additional_histories": [{"messages_and_choices": [user, second]}],
     }
     assert list(choices_of([{"trajectories": [trajectory]}])) == [first, second]
+
+
+def test_a_ledger_of_an_older_server_is_read_and_extended_in_place(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    with sqlite3.connect(path) as db:
+        db.executescript(OLD_SCHEMA)
+        old = Ledger(tmp_path / "other.db")
+        old.record(entry([1, 2], [7], [-0.5]), "old")
+        old.close()
+        db.execute("ATTACH ? AS other", (str(tmp_path / "other.db"),))
+        columns = "id, fingerprint, content, model, step, lora_sha256, rollout, prompt_ids, "
+        columns += "completion_ids, logprobs, created"
+        db.execute(f"INSERT INTO completions SELECT {columns} FROM other.completions")
+    db.close()
+    for _ in range(2):  # the second start finds the new columns
+        ledger = Ledger(path)
+        found = ledger.find(choice([7], [-0.5]))
+        assert found and (found.id, found.prompt_ids, found.constrained) == ("", [1, 2], False)
+        new = entry([3], [8], [-0.5], constrained=True)
+        ledger.record(new, "new")
+        assert ledger.find({**choice([8], [-0.5]), "choice_id": new.id}) == new
+        ledger.close()

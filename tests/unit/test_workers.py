@@ -1,5 +1,6 @@
 """Workers with a fake engine: nothing is sampled before the start, and a death is retried."""
 
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -86,8 +87,18 @@ async def test_a_chat_is_recorded_in_the_ledger_and_in_its_rollout(backend: Back
     assert (choice["token_ids"], choice["message"]["content"]) == ([7, 8], "ab")
     assert len(stream) == 5 and stream[3:] == ["data: [DONE]", ""]
     assert '"prompt_token_ids"' in stream[0] and '"usage"' in stream[2]
-    assert [entry["choices"] for entry in rollout["completions"]] == [[choice], [choice]]
+    chunks = [json.loads(event.removeprefix("data: ")) for event in stream[:2]]
+    ids = {chunk["choices"][0]["choice_id"] for chunk in chunks}
+    (whole,), (streamed,) = (entry["choices"] for entry in rollout["completions"])
+    assert whole == choice and {streamed["choice_id"]} == ids
+    assert len({choice["choice_id"], *ids}) == 2  # every choice has an id of its own
+    assert [token.get("choice_id") for token in choice["logprobs"]["content"]] == [
+        choice["choice_id"],
+        None,
+    ]
+    assert [item["choice_id"] for item in rollout["choices"]] == [choice["choice_id"], *ids]
     assert rollout["completions"][0]["messages"] == CHAT["messages"]
     entry = backend.ledger.find(choice)
-    assert entry and entry.rollout == "r" and entry.prompt_ids == answer["prompt_token_ids"]
+    assert entry and entry.id == choice["choice_id"] and not entry.constrained
+    assert entry.rollout == "r" and entry.prompt_ids == answer["prompt_token_ids"]
     assert "art_completions_total 2" in metrics and "art_sampled_tokens_total 4" in metrics

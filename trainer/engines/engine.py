@@ -42,12 +42,15 @@ class Delta:
     logprobs: list[float] = field(default_factory=list)
     text: str = ""
     finish_reason: Literal["stop", "length"] | None = None
+    choice_id: str = ""
+    """The choice's id in the ledger, which the backend adds; engines leave it empty."""
 
     def extend(self, later: "Delta") -> None:
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
         self.text += later.text
         self.finish_reason = later.finish_reason
+        self.choice_id = later.choice_id
 
 
 class Engine(Protocol):

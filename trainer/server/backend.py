@@ -12,6 +12,7 @@ from trainer.config import ServerConfig
 from trainer.engines.choose import engine_kind
 from trainer.engines.engine import Delta, SampleRequest
 from trainer.errors import BadRequest, TrainerError
+from trainer.exact_tokens import new_choice_id
 from trainer.server import history
 from trainer.server.admission import Admission
 from trainer.server.client_settings import (
@@ -143,7 +144,7 @@ class Backend:
     async def sample(
         self, name: str, request: SampleRequest, *, rollout: str | None = None
     ) -> AsyncGenerator[tuple[int, Delta], None]:
-        """Yield (policy step, delta), and record every choice that finishes.
+        """Yield (policy step, delta), and record every choice that finishes under a new id.
 
         The name is resolved after the wait for a training step, so the request gets the new
         weights. Unless `request.stream`, all deltas come at the end, so that a death of the
@@ -156,10 +157,14 @@ class Backend:
             choices: dict[int, Delta] = {}
             with model.used(step) if model else contextlib.nullcontext():
                 async for delta in self.workers.sample(model, step, request):
-                    choice = choices.setdefault(delta.index, Delta(delta.index))
+                    if delta.index not in choices:
+                        choices[delta.index] = Delta(delta.index, choice_id=new_choice_id())
+                    choice = choices[delta.index]
+                    delta.choice_id = choice.choice_id
                     choice.extend(delta)
                     if choice.finish_reason:
                         entry = Entry(
+                            id=choice.choice_id,
                             model=model.key if model else "",
                             step=step,
                             lora_sha256=model.steps.get(step, "") if model else "",

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 from kit.types import Json
 from trainer.engines.engine import Delta
-from trainer.exact_tokens import PREFIX
+from trainer.exact_tokens import CHOICE_ID, PREFIX
 from trainer.server.chat import ChatRequest
 from trainer.server.tool_calls import ToolCallParser
 
@@ -34,6 +34,7 @@ class ChatAnswer:
         """Add a delta that policy step `step` sampled, and return its chunk of a stream."""
         self._step = step
         first = delta.index not in self._choices
+        begins = first or not self._choices[delta.index].token_ids
         parser = self._parsers.setdefault(delta.index, ToolCallParser())
         if self._request.tools:
             delta.text = parser.add(delta.text) + (parser.finish() if delta.finish_reason else "")
@@ -45,7 +46,7 @@ class ChatAnswer:
         chunk = self._object("chat.completion.chunk")
         if first and len(self._choices) == 1:
             chunk["prompt_token_ids"] = self._prompt_ids
-        return {**chunk, "choices": [{**self._tokens(delta), "delta": message}]}
+        return {**chunk, "choices": [{**self._tokens(delta, begins=begins), "delta": message}]}
 
     async def events(self, chunks: AsyncGenerator[Json, None]) -> AsyncGenerator[str, None]:
         """Yield the events of a stream that consists of `chunks`."""
@@ -97,14 +98,18 @@ class ChatAnswer:
             "total_tokens": prompt + completion,
         }
 
-    def _tokens(self, delta: Delta) -> Json:
+    def _tokens(self, delta: Delta, *, begins: bool = True) -> Json:
+        """The tokens of a delta; the first token of a choice carries its id too."""
         content: list[Json] = [
             {"token": f"{PREFIX}{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
             for token, logprob in zip(delta.token_ids, delta.logprobs, strict=True)
         ]
+        if begins and content:
+            content[0][CHOICE_ID] = delta.choice_id
         called = delta.finish_reason == "stop" and self._parsers[delta.index].calls
         return {
             "index": delta.index,
+            CHOICE_ID: delta.choice_id,
             "finish_reason": "tool_calls" if called else delta.finish_reason,
             "token_ids": delta.token_ids,
             "logprobs": {"content": content, "refusal": None},

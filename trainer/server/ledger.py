@@ -9,7 +9,7 @@ import sqlite3
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,13 @@ import numpy as np
 
 from kit.types import Json
 from trainer import exact_tokens
-from trainer.exact_tokens import PREFIX
+from trainer.exact_tokens import PREFIX, new_choice_id
 
 # A step holds hundreds of thousands of tokens: a Python expression for each would be too slow.
 _TOKEN_AND_LOGPROB = itemgetter("token", "logprob")
 
+# Columns that ledgers of older servers lack.
+_ADDED = {"choice_id": "TEXT", "constrained": "INTEGER NOT NULL DEFAULT 0"}
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS completions (
     id INTEGER PRIMARY KEY,
@@ -35,10 +37,15 @@ CREATE TABLE IF NOT EXISTS completions (
     prompt_ids BLOB NOT NULL,
     completion_ids BLOB NOT NULL,
     logprobs BLOB NOT NULL,
-    created REAL NOT NULL
+    created REAL NOT NULL,
+    choice_id TEXT,
+    constrained INTEGER NOT NULL DEFAULT 0
 );
+"""
+_INDEXES = """
 CREATE INDEX IF NOT EXISTS by_fingerprint ON completions (fingerprint);
 CREATE INDEX IF NOT EXISTS by_content ON completions (content);
+CREATE UNIQUE INDEX IF NOT EXISTS by_choice_id ON completions (choice_id);
 """
 
 
@@ -54,6 +61,11 @@ class Entry:
     prompt_ids: list[int]
     completion_ids: list[int]
     logprobs: list[float]
+    """The policy's own logprobs, which train, also of a choice that a constraint shaped."""
+    id: str = field(default_factory=new_choice_id)
+    """Unguessable; every answer carries it in the field `choice_id` of the choice."""
+    constrained: bool = False
+    """Whether the request limited the text, e.g. to a JSON schema."""
 
 
 class Ledger:
@@ -64,6 +76,11 @@ class Ledger:
         self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         # If a power cut loses an entry, its choice is tokenized again: no need for a sync.
         self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;" + _SCHEMA)
+        present = {column[1] for column in self._db.execute("PRAGMA table_info(completions)")}
+        for name, kind in _ADDED.items():
+            if name not in present:
+                self._db.execute(f"ALTER TABLE completions ADD COLUMN {name} {kind}")
+        self._db.executescript(_INDEXES)
 
     def close(self) -> None:
         self._db.close()
@@ -71,7 +88,7 @@ class Ledger:
     def record(self, entry: Entry, content: str) -> None:
         """Store a choice whose text is `content`."""
         self._db.execute(
-            "INSERT INTO completions VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT INTO completions VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 _fingerprint(
                     "".join(f"{PREFIX}{id}" for id in entry.completion_ids), entry.logprobs
@@ -85,6 +102,8 @@ class Ledger:
                 array("i", entry.completion_ids).tobytes(),
                 array("d", entry.logprobs).tobytes(),
                 time.time(),
+                entry.id,
+                entry.constrained,
             ),
         )
 
@@ -103,11 +122,23 @@ class Ledger:
         row = self._find(choice)
         if row is None:
             return None
-        *fields, prompt_ids, completion_ids, logprobs = row
-        arrays = array("i", prompt_ids), array("i", completion_ids), array("d", logprobs)
-        return Entry(*fields, *(numbers.tolist() for numbers in arrays))
+        id, constrained, model, step, lora_sha256, rollout, *arrays = row
+        prompt_ids, completion_ids, logprobs = arrays
+        return Entry(
+            model=model,
+            step=step,
+            lora_sha256=lora_sha256,
+            rollout=rollout,
+            prompt_ids=array("i", prompt_ids).tolist(),
+            completion_ids=array("i", completion_ids).tolist(),
+            logprobs=array("d", logprobs).tolist(),
+            id=id or "",
+            constrained=bool(constrained),
+        )
 
     def _find(self, choice: Json) -> tuple[Any, ...] | None:
+        if (id := exact_tokens.choice_id(choice)) and (rows := self._rows("choice_id", id)):
+            return rows[0]
         if identity := fingerprint(choice):
             rows = self._rows("fingerprint", identity)
             # Short answers to several prompts may agree in every digit that is compared.
@@ -129,8 +160,8 @@ class Ledger:
     def _rows(self, column: str, value: object) -> list[tuple[Any, ...]]:
         """The fields of all entries with that value; arrays of numbers are bytes."""
         found = self._db.execute(
-            "SELECT model, step, lora_sha256, rollout, prompt_ids, completion_ids, logprobs "
-            f"FROM completions WHERE {column} = ? ORDER BY id",
+            "SELECT choice_id, constrained, model, step, lora_sha256, rollout, prompt_ids, "
+            f"completion_ids, logprobs FROM completions WHERE {column} = ? ORDER BY id",
             (value,),
         )
         return found.fetchall()
