@@ -27,6 +27,7 @@ from trainer.engines.batching import (
     prefill_batches,
 )
 from trainer.engines.decoder import Decoder, KVCache
+from trainer.engines.engine import SampleRequest
 from trainer.engines.sampling import Sampling, choose
 from trainer.engines.text import TextStream
 from trainer.errors import BadRequest, NotFound
@@ -80,7 +81,9 @@ class EmbeddedWorker:
     def _answer(self, call: int, method: str, params: dict[str, Any]) -> None:
         try:
             if method == "sample":
-                self._enqueue(call, **params)  # rows and result follow from `_advance`
+                self._enqueue(
+                    call, SampleRequest.from_json(params)
+                )  # rows and result follow from `_advance`
             elif method == "cancel":
                 self._cancel(call)
             else:
@@ -99,43 +102,32 @@ class EmbeddedWorker:
     def _unload(self, lora: str) -> None:
         self._loras.pop(lora, None)
 
-    def _enqueue(
-        self,
-        call: int,
-        *,
-        prompt_ids: list[int],
-        lora: str | None,
-        n: int,
-        max_tokens: int | None,
-        temperature: float,
-        top_p: float,
-        top_k: int,
-        stop: list[str],
-        seed: int | None,
-        stream: bool,
-    ) -> None:
+    def _enqueue(self, call: int, request: SampleRequest) -> None:
+        lora, prompt, max_tokens = request.lora, request.prompt_ids, request.max_tokens
         if lora is not None and lora not in self._loras:
             raise NotFound(f"The LoRA `{lora}` is not loaded")
-        if not prompt_ids or max(prompt_ids) >= self._decoder.architecture.vocab_size:
+        if not prompt or max(prompt) >= self._decoder.architecture.vocab_size:
             raise BadRequest(
                 "The prompt is empty, or contains a token that the model does not know",
                 hint="Remove text that the tokenizer turns into an added special token",
             )
-        room = self._context - len(prompt_ids)
+        room = self._context - len(prompt)
         if room <= 0 or (max_tokens or 0) > room:
             raise BadRequest(
-                f"{len(prompt_ids)} prompt tokens and `max_tokens` {max_tokens or 1} do not fit "
+                f"{len(prompt)} prompt tokens and `max_tokens` {max_tokens or 1} do not fit "
                 f"the context of {self._context} tokens",
                 hint="Shorten the messages, or lower `max_tokens`",
             )
         loaded = None if lora is None else self._loras[lora]
-        request = PendingRequest(call, prompt_ids, loaded, stream, unfinished=n)
-        for index in range(n):
-            generator = random.Random(None if seed is None else f"{seed}/{index}")
-            text = TextStream(self._tokenizer, stop)
-            sampling = Sampling(temperature, top_p, top_k)
+        pending = PendingRequest(call, prompt, loaded, request.stream, unfinished=request.n)
+        sampling = Sampling(request.temperature, request.top_p, request.top_k)
+        for index in range(request.n):
+            seed = None if request.seed is None else f"{request.seed}/{index}"
+            text = TextStream(self._tokenizer, request.stop)
             self._waiting.append(
-                PendingChoice(request, index, max_tokens or room, sampling, generator, text)
+                PendingChoice(
+                    pending, index, max_tokens or room, sampling, random.Random(seed), text
+                )
             )
 
     def _cancel(self, call: int) -> None:

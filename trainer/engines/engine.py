@@ -4,13 +4,28 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from trainer.errors import WorkerDied
+from kit.types import Json
+from trainer.errors import Unsupported, WorkerDied
 
 logger = logging.getLogger(__name__)
+
+
+TopLogprobs = list[list[tuple[int, float]]]
+"""For each position, the likeliest tokens with their logprobs, likeliest first."""
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What the text of a choice must match."""
+
+    kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+    value: str = ""
+    """A JSON schema, nothing, a regular expression, a JSON list of strings, or a Lark grammar of
+    llguidance, which may contain `%json{...}`."""
 
 
 @dataclass(frozen=True)
@@ -22,20 +37,52 @@ class SampleRequest:
     """Name of a loaded LoRA, or None for the base model."""
     n: int = 1
     max_tokens: int | None = None
-    """None means as many as fit the context."""
+    """None means as many as fit the context; 0 is allowed together with `prompt_logprobs`."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     """Sample only from this many of the likeliest tokens; 0 means from all."""
+    min_p: float = 0.0
+    """Sample only from tokens at least this likely, relative to the likeliest one."""
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    """These two consider the completion so far; `repetition_penalty` the prompt as well."""
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    """The choice neither ends nor stops before this many tokens."""
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    constraint: Constraint | None = None
+    top_logprobs: int = 0
+    """How many of the likeliest tokens to return at each position, at most 20."""
+    prompt_logprobs: bool = False
+    """Return the logprobs of the prompt's tokens too, with `top_logprobs` of each."""
     seed: int | None = None
     stream: bool = False
     """Yield a delta for each token; otherwise one per choice, when it finishes."""
 
+    @classmethod
+    def from_json(cls, params: Json) -> "SampleRequest":
+        """Restore a request that was sent to another process with `dataclasses.asdict`."""
+        constraint = params.get("constraint")
+        restored = {
+            "stop": tuple(params.get("stop", ())),
+            "stop_token_ids": tuple(params.get("stop_token_ids", ())),
+            "logit_bias": tuple((token, bias) for token, bias in params.get("logit_bias", ())),
+            "constraint": Constraint(**constraint) if constraint else None,
+        }
+        return cls(**{**params, **restored})
+
 
 @dataclass
 class Delta:
-    """Tokens and text added to one choice since its previous delta."""
+    """Tokens and text added to one choice since its previous delta.
+
+    All logprobs are the policy's own: before temperature, penalties, bias and constraint, because
+    the learner computes the same ones.
+    """
 
     index: int
     token_ids: list[int] = field(default_factory=list)
@@ -44,6 +91,11 @@ class Delta:
     finish_reason: Literal["stop", "length"] | None = None
     choice_id: str = ""
     """The choice's id in the ledger, which the backend adds; engines leave it empty."""
+    top_logprobs: TopLogprobs = field(default_factory=list)
+    """One entry for each token if requested, else empty."""
+    prompt_logprobs: list[float | None] | None = None
+    """In the first delta of each choice if requested: one for each token, None for the first."""
+    prompt_top_logprobs: TopLogprobs = field(default_factory=list)
 
     def extend(self, later: "Delta") -> None:
         self.token_ids += later.token_ids
@@ -51,6 +103,10 @@ class Delta:
         self.text += later.text
         self.finish_reason = later.finish_reason
         self.choice_id = later.choice_id
+        self.top_logprobs += later.top_logprobs
+        if later.prompt_logprobs is not None:
+            self.prompt_logprobs = later.prompt_logprobs
+            self.prompt_top_logprobs = later.prompt_top_logprobs
 
 
 class Engine(Protocol):
@@ -78,6 +134,28 @@ class Engine(Protocol):
 
     def sample(self, request: SampleRequest) -> AsyncIterator[Delta]:
         """Yield deltas until all choices have finished."""
+
+
+def refuse(request: SampleRequest, *names: str) -> None:
+    """Refuse by name the fields that an engine does not support yet."""
+    for each in fields(request):
+        if each.name in names and getattr(request, each.name) != each.default:
+            raise Unsupported(f"`{each.name}` is not supported by this engine yet")
+
+
+UNSUPPORTED = [
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "constraint",
+    "top_logprobs",
+    "prompt_logprobs",
+]
 
 
 Attempt = Callable[[], AbstractAsyncContextManager[AsyncIterator[Delta]]]

@@ -18,7 +18,7 @@ from typing import Any
 from kit.types import Json
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines import vllm_args
-from trainer.engines.engine import Delta, SampleRequest
+from trainer.engines.engine import UNSUPPORTED, Delta, SampleRequest, refuse
 from trainer.engines.vllm_choice import VllmChoice
 from trainer.engines.vllm_process import VllmProcess
 from trainer.errors import BadRequest, Conflict, NotFound, TrainerError, WorkerDied
@@ -227,6 +227,7 @@ class VllmEngine:
     # Sampling
 
     async def sample(self, request: SampleRequest) -> AsyncIterator[Delta]:
+        refuse(request, *UNSUPPORTED)
         await self._revive()
         # vLLM rejects several greedy choices; sample one and copy it.
         copies = request.n if request.temperature == 0 else 1

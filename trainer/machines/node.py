@@ -231,7 +231,7 @@ class Node:
         await asyncio.to_thread(self._store.keep_only, self._loras.values())
 
     async def _sample(self, **params: Any) -> AsyncIterator[Json]:
-        request = SampleRequest(**{**params, "stop": tuple(params["stop"])})
+        request = SampleRequest.from_json(params)
         engine = self._running()
         if request.lora is not None:
             if request.lora not in self._loras:

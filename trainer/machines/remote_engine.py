@@ -6,6 +6,7 @@ connection must present the key, even on loopback, because the head sends prompt
 
 import asyncio
 import contextlib
+import dataclasses
 import hmac
 import json
 import logging
@@ -99,7 +100,7 @@ class RemoteEngine:
 
     async def sample(self, request: SampleRequest) -> AsyncIterator[Delta]:
         async with contextlib.aclosing(
-            self._rpc.stream("sample", **vars(request))  # type: ignore[type-var]
+            self._rpc.stream("sample", **dataclasses.asdict(request))  # type: ignore[type-var]
         ) as rows:
             async for row in rows:
                 try:
