@@ -4,7 +4,7 @@ import httpx
 import pytest
 
 from trainer.client import ArtBackend
-from trainer.client.art_backend import _error
+from trainer.client.art_backend import error_of
 from trainer.errors import BadRequest, NotFound, NotReady, TrainerError
 
 
@@ -33,5 +33,5 @@ def test_an_error_response_raises_the_error_of_the_server(
     status: int, kind: type[TrainerError]
 ) -> None:
     body = {"error": {"message": "No", "hint": "Do this"}}
-    error = _error(httpx.Response(status, json=body))
+    error = error_of(httpx.Response(status, json=body))
     assert (type(error), error.message, error.hint) == (kind, "No", "Do this")

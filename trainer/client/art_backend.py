@@ -132,7 +132,7 @@ class ArtBackend:
             async with self._http.stream("POST", path, json=body) as response:
                 if response.is_error:
                     await response.aread()
-                    raise _error(response)
+                    raise error_of(response)
                 async for line in response.aiter_lines():
                     if line:
                         yield json.loads(line)
@@ -150,7 +150,7 @@ class ArtBackend:
         except httpx.TransportError as exc:
             raise self._unreachable(exc) from exc
         if response.is_error:
-            raise _error(response)
+            raise error_of(response)
         return response.json()
 
     def _unreachable(self, error: Exception) -> TrainerError:
@@ -194,7 +194,7 @@ def means(rows: list[dict[str, float]]) -> dict[str, float]:
     return {name: sum(each) / len(each) for name, each in values.items()}
 
 
-def _error(response: httpx.Response) -> TrainerError:
+def error_of(response: httpx.Response) -> TrainerError:
     kinds = {404: NotFound, 409: Conflict, 503: NotReady}
     other = BadRequest if response.is_client_error else TrainerError
     try:

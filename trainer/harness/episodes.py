@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 from kit.types import Json
+from trainer.client.conversations import Turn, is_choice, join, text_of
 from trainer.errors import OutOfOrder
 from trainer.harness.types import (
     Completion,
@@ -40,7 +41,8 @@ def build(run: WorkflowRun, completions: Sequence[Completion]) -> Trajectory | N
     if not sampled:
         run.fail(Failure.NO_LOGPROBS, NO_LOGPROBS)
         return None
-    episodes = _episodes(sampled)
+    conversations = join(Turn(call.messages, call.choice, call.tools) for call in sampled)
+    episodes = [list(map(_item, conversation.items)) for conversation in conversations]
     if not all(completion.recorded for completion in sampled):
         try:
             for episode in episodes:
@@ -58,42 +60,15 @@ def build(run: WorkflowRun, completions: Sequence[Completion]) -> Trajectory | N
         metadata={
             "example_id": run.example.id,
             "generation": run.generation,
-            "tools": sampled[0].tools,
+            "tools": conversations[0].tools,
+            "additional_tools": [conversation.tools for conversation in conversations[1:]],
             "recorded": all(completion.recorded for completion in sampled),
         },
     )
 
 
-def _episodes(completions: Sequence[Completion]) -> list[list[EpisodeItem]]:
-    """Join calls that continue each other. Any other call starts a new episode."""
-    # Each conversation: all its messages so far, and its episode.
-    conversations: list[tuple[list[Json], list[EpisodeItem]]] = []
-    for completion in completions:
-        prompt = [_core(message) for message in completion.messages]
-        continued = (c for c in conversations if prompt[: len(c[0])] == [_core(m) for m in c[0]])
-        messages, items = conversation = next(continued, ([], []))
-        if not messages:
-            conversations.append(conversation)
-        items += [_message_item(message) for message in completion.messages[len(messages) :]]
-        items.append(_choice_item(completion.choice))
-        messages[:] = [*completion.messages, completion.choice["message"]]
-    return [items for _, items in conversations]
-
-
-def _core(message: Json) -> Json:
-    """Reduce a message to what identifies it, because frameworks add and drop empty fields."""
-    calls = [(call.get("function") or {}).get("name") for call in message.get("tool_calls") or ()]
-    return {
-        "role": message.get("role"),
-        "content": _text(message.get("content")).strip(),
-        "calls": calls,
-    }
-
-
-def _text(content: object) -> str:
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return "" if content is None else str(content)
+def _item(item: Json) -> EpisodeItem:
+    return _choice_item(item) if is_choice(item) else _message_item(item)
 
 
 def _message_item(message: Json) -> EpisodeItem:
@@ -101,7 +76,7 @@ def _message_item(message: Json) -> EpisodeItem:
     known = role if role in set(EpisodeItemRole) else EpisodeItemRole.OTHER
     return EpisodeItem(
         role=EpisodeItemRole(known),
-        content=_text(message.get("content")),
+        content=text_of(message.get("content")),
         metadata={"message": message},
     )
 
@@ -109,7 +84,7 @@ def _message_item(message: Json) -> EpisodeItem:
 def _choice_item(choice: Json) -> EpisodeItem:
     return EpisodeItem(
         role=EpisodeItemRole.ASSISTANT,
-        content=_text(choice["message"].get("content")),
+        content=text_of(choice["message"].get("content")),
         logprobs=choice["logprobs"],
         metadata={"choice": choice},
     )
@@ -130,16 +105,18 @@ def check_order(episode: Sequence[EpisodeItem]) -> None:
 def to_wire(trajectory: Trajectory) -> Json:
     """Convert a trajectory to the JSON of ART's control API."""
     metadata = trajectory.metadata or {}
-    tools = metadata.get("tools")
+    episodes = [trajectory.episode, *trajectory.additional_episodes]
+    tools = [metadata.get("tools")] * len(episodes)
+    tools[1:] = metadata.get("additional_tools", tools[1:])
+    first, *more = (
+        {"messages_and_choices": [_wire_item(item) for item in episode], "tools": own}
+        for episode, own in zip(episodes, tools, strict=True)
+    )
     # The API accepts only plain values as metadata.
     plain = {k: v for k, v in metadata.items() if isinstance(v, str | int | float | bool)}
     return {
-        "messages_and_choices": [_wire_item(item) for item in trajectory.episode],
-        "additional_histories": [
-            {"messages_and_choices": [_wire_item(item) for item in episode], "tools": tools}
-            for episode in trajectory.additional_episodes
-        ],
-        "tools": tools,
+        **first,
+        "additional_histories": more,
         "reward": trajectory.reward,
         "metrics": trajectory.metrics,
         "metadata": plain,

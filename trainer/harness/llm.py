@@ -15,12 +15,11 @@ from urllib.parse import quote, urlsplit
 import httpx
 
 from kit.types import Json
+from trainer.client.rollouts import NOTHING_SAMPLED
 from trainer.errors import LlmRefused, LlmUnavailable
 from trainer.harness.config import LlmConfig
 from trainer.harness.types import Completion, Example
 
-# The start of our gateway's message for a rollout without calls.
-_NOTHING_SAMPLED = "Nothing was sampled in rollout"
 FUNCTION_MARK = "~"  # separates the rollout's id, the LLM's name and the function's name
 
 
@@ -57,7 +56,7 @@ class Endpoint:
         """Find out whether the endpoint records rollouts."""
         try:
             response = await self.http.get(f"{self.root}/rollouts/probe")
-            self.records = _NOTHING_SAMPLED in response.text
+            self.records = NOTHING_SAMPLED in response.text
         except httpx.HTTPError:
             self.records = False
 
@@ -68,7 +67,7 @@ class Endpoint:
         try:
             response = await self._send("GET", f"{self.root}/rollouts/{quote(rollout, safe='')}")
         except LlmRefused as refused:
-            if _NOTHING_SAMPLED in refused.message:
+            if NOTHING_SAMPLED in refused.message:
                 return []
             raise
         return [
@@ -82,7 +81,7 @@ class Endpoint:
                 created=call["created"],
             )
             for call in response["completions"]
-            for choice in call["choices"][:1]
+            for choice in call["choices"]
         ]
 
     async def chat(self, base_url: str, body: Json) -> Json:
@@ -175,7 +174,7 @@ class Llm:
         self._rollout.rewards.append(float(value))
 
     async def chat(self, messages: list[Json], **settings: Any) -> Json:
-        """Request one completion; return OpenAI's message, with `content` or `tool_calls`."""
+        """Request a completion; return its first message, with `content` or `tool_calls`."""
         body = {
             "model": self.model,
             "messages": messages,
@@ -184,8 +183,7 @@ class Llm:
             **settings,
         }
         answer = await self._endpoint.chat(self.base_url, body)
-        choice: Json = answer["choices"][0]
-        self._rollout.completions.append(
+        self._rollout.completions += [
             Completion(
                 llm=self.name,
                 function=self._function,
@@ -196,8 +194,9 @@ class Llm:
                 created=float(answer.get("created") or 0),
                 recorded=False,
             )
-        )
-        message: Json = choice["message"]
+            for choice in answer["choices"]
+        ]
+        message: Json = answer["choices"][0]["message"]
         return message
 
     async def ask(self, question: str, **settings: Any) -> str:

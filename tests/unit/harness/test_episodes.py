@@ -60,6 +60,50 @@ def test_a_second_agents_conversation_is_a_separate_history() -> None:
     assert more["messages_and_choices"] == [other, USER, calls[1].choice]
 
 
+def test_a_branch_and_a_second_choice_train_the_shared_turns_once() -> None:
+    first = completion([USER], "hello")
+    history = [USER, {"role": "assistant", "content": "hello"}]
+    left, right = ([*history, {"role": "user", "content": side}] for side in ("left", "right"))
+    second, third = completion(left, "one"), completion(right, "two")
+    other = completion(right, "three")  # the second choice of the same request
+    trajectory = episodes.build(run(), [first, second, third, other])
+    assert trajectory is not None
+    wire = episodes.to_wire(trajectory)
+    assert wire["messages_and_choices"] == [USER, first.choice, left[-1], second.choice]
+    assert [each["messages_and_choices"] for each in wire["additional_histories"]] == [
+        [*right, third.choice],
+        [*right, other.choice],
+    ]
+
+
+def test_calls_of_one_tool_with_other_arguments_are_told_apart() -> None:
+    def called(arguments: str) -> dict[str, Any]:
+        function = {"name": "add", "arguments": arguments}
+        return {"role": "assistant", "content": None, "tool_calls": [{"function": function}]}
+
+    calls = [completion([USER], "", tools=["add"]) for _ in range(2)]
+    for call, arguments in zip(calls, ('{"a": 1}', '{"a": 2}'), strict=True):
+        call.choice["message"] = called(arguments)
+    result = {"role": "tool", "content": "5"}
+    # Spaces differ, as frameworks write arguments in their own way.
+    last = completion([USER, called('{"a":2}'), result], "5", tools=["add"])
+    trajectory = episodes.build(run(), [*calls, last])
+    assert trajectory is not None
+    wire = episodes.to_wire(trajectory)
+    assert wire["messages_and_choices"] == [USER, calls[0].choice]
+    (more,) = wire["additional_histories"]
+    assert more["messages_and_choices"] == [USER, calls[1].choice, result, last.choice]
+
+
+def test_a_conversation_that_gets_other_tools_is_a_history_with_its_own() -> None:
+    first = completion([USER], "hello", tools=["a"])
+    history = [USER, {"role": "assistant", "content": "hello"}, USER]
+    trajectory = episodes.build(run(), [first, completion(history, "bye", tools=["b"])])
+    assert trajectory is not None
+    wire = episodes.to_wire(trajectory)
+    assert (wire["tools"], wire["additional_histories"][0]["tools"]) == (["a"], ["b"])
+
+
 def test_an_assistant_message_that_was_not_sampled_stays_a_message() -> None:
     shown = {"role": "assistant", "content": "A: x"}
     trajectory = episodes.build(run(), [completion([USER, shown, USER], "A: y")])
