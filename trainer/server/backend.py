@@ -25,6 +25,7 @@ from trainer.server.journal import interrupted
 from trainer.server.ledger import Entry, Ledger
 from trainer.server.models import Model, Models
 from trainer.server.reports import Reports
+from trainer.server.responses.store import ResponseStore
 from trainer.server.rollouts import Rollouts
 from trainer.server.storage import Storage
 from trainer.server.training import Training
@@ -47,6 +48,7 @@ class Backend:
         self.models = Models(state)
         self.ledger = Ledger(state / "ledger.db")
         self.rollouts = Rollouts(state / "rollouts.db")
+        self.responses = ResponseStore(state / "responses.db")
         self.reports = Reports(config)
         self.workers = Workers(config, wrap_engine)
         self.admission = Admission(self.workers, self.ledger, self.reports)
@@ -91,6 +93,7 @@ class Backend:
         await self.reports.wandb.stop()
         self.ledger.close()
         self.rollouts.close()
+        self.responses.close()
 
     # Models
 

@@ -5,7 +5,7 @@ Either way the request would hold the gate, and the next training step would wai
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -43,11 +43,9 @@ async def _disconnected(request: Request) -> None:
 class ClosingStream(StreamingResponse):
     """A stream of events that always closes its sources when it ends."""
 
-    def __init__(
-        self, *sources: AsyncGenerator[Any, None], headers: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, *sources: AsyncGenerator[Any, None]) -> None:
         """Send the first of `sources`, which reads from the others."""
-        super().__init__(sources[0], media_type="text/event-stream", headers=headers)
+        super().__init__(sources[0], media_type="text/event-stream")
         self._sources = sources
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -28,9 +28,8 @@ def routes(backend: Backend) -> APIRouter:
         exchange = await Exchange.start(backend, request, body)
         if body.stream:
             chunks = exchange.chunks()
-            events = exchange.answer.events(chunks)
-            return ClosingStream(events, chunks, exchange.deltas, headers=exchange.headers)
-        return JSONResponse(exchange.answer.whole(), headers=exchange.headers)
+            return ClosingStream(exchange.answer.events(chunks), chunks, exchange.deltas)
+        return JSONResponse(exchange.answer.whole())
 
     return router
 

@@ -1,0 +1,234 @@
+"""The request of Anthropic's Messages API, translated to a chat."""
+
+import json
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import pydantic
+from pydantic import Field
+
+from kit.types import Json
+from trainer.errors import BadRequest, Unsupported
+from trainer.server.chat import ChatRequest
+from trainer.server.translate import chat_request, check_extra
+
+# Default values that clients send unprompted. Any other value is refused by its key.
+_NEUTRAL: Json = {
+    **{"container": None, "context_management": None, "mcp_servers": []},
+}
+# Keys that change no answer: storage, billing and caching at Anthropic.
+_NO_EFFECT = {"betas", "cache_control", "inference_geo", "metadata", "service_tier"}
+_TOOL_KEYS = {"type", "name", "description", "input_schema", "strict"}
+_TOOL_NO_EFFECT = {"cache_control", "input_examples"}
+_TOOL_NEUTRAL: Json = {
+    **{"defer_loading": False, "eager_input_streaming": False, "allowed_callers": ["direct"]},
+}
+
+
+class Turn(pydantic.BaseModel):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant"]
+    content: str | list[Json]
+
+    @property
+    def blocks(self) -> list[Json]:
+        text = self.content
+        return [{"type": "text", "text": text}] if isinstance(text, str) else text
+
+
+class CountRequest(pydantic.BaseModel):
+    """The body of `/v1/messages/count_tokens`; keys that are not supported are refused by name."""
+
+    model_config = pydantic.ConfigDict(extra="allow")
+
+    model: str
+    messages: list[Turn] = Field(min_length=1)
+    system: str | list[Json] | None = None
+    tools: list[Json] | None = None
+    tool_choice: Json | None = None
+    thinking: Json | None = None
+    output_config: Json | None = None
+    output_format: Json | None = None
+
+    def chat(self, **settings: Any) -> ChatRequest:
+        """The same request as a chat, with `settings` of its own."""
+        passed = check_extra(self.model_extra, _NEUTRAL, _NO_EFFECT)
+        if (self.thinking or {}).get("type") not in (None, "disabled"):
+            raise Unsupported(
+                "`thinking` is not supported",
+                hint="Send `disabled`; a model that thinks does so in its text",
+            )
+        tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or ())] or None
+        output = self.output_config or {}
+        return chat_request(
+            **passed,
+            **settings,
+            **_tool_choice(self.tool_choice or {}, tools),
+            model=self.model,
+            messages=self._messages(),
+            tools=tools,
+            response_format=_format(output.get("format") or self.output_format),
+            reasoning_effort=output.get("effort"),
+        )
+
+    def _messages(self) -> list[Json]:
+        messages: list[Json] = []
+        if self.system:
+            messages.append({"role": "system", "content": _text(self.system, "system")})
+        turns = _combined(self.messages)
+        for number, (role, blocks) in enumerate(turns):
+            place = f"messages[{number}].content"
+            messages += _said(blocks, place) if role == "assistant" else _asked(blocks, place)
+        if turns[-1][0] == "assistant":
+            raise Unsupported(
+                "A last message of the assistant, to be continued, is not supported",
+                hint="End with a message of the user",
+            )
+        return messages
+
+
+class MessagesRequest(CountRequest):
+    """The body of `/v1/messages`; keys that are not supported are refused by name."""
+
+    max_tokens: int = Field(ge=1)
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+
+    def as_chat(self) -> ChatRequest:
+        return self.chat(
+            max_tokens=self.max_tokens,
+            stop=self.stop_sequences or None,
+            stream=self.stream,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+        )
+
+
+def _combined(turns: Iterable[Turn]) -> list[tuple[str, list[Json]]]:
+    """Roles and their blocks; successive messages of one role are one turn."""
+    combined: list[tuple[str, list[Json]]] = []
+    for turn in turns:
+        if combined and combined[-1][0] == turn.role:
+            combined[-1][1].extend(turn.blocks)
+        else:
+            combined.append((turn.role, [*turn.blocks]))
+    return combined
+
+
+def _asked(blocks: list[Json], place: str) -> list[Json]:
+    """The messages of a user's turn: the results of tools, then the text."""
+    results: list[Json] = []
+    texts: list[Json] = []
+    for number, block in enumerate(blocks):
+        if block.get("type") != "tool_result":
+            texts.append(block)
+            continue
+        where = f"{place}[{number}]"
+        content = _text(block.get("content") or "", f"{where}.content")
+        if block.get("is_error"):
+            content = f"Error: {content}"
+        call_id = _required(block, "tool_use_id", where)
+        results.append({"role": "tool", "tool_call_id": call_id, "content": content})
+    if texts or not results:
+        results.append({"role": "user", "content": _text(texts, place)})
+    return results
+
+
+def _said(blocks: list[Json], place: str) -> list[Json]:
+    """The message of an assistant's turn."""
+    message: Json = {"role": "assistant", "content": None}
+    text: list[str] = []
+    for number, block in enumerate(blocks):
+        where = f"{place}[{number}]"
+        match block.get("type"):
+            case "text":
+                text.append(_required(block, "text", where, empty=True))
+            case "tool_use":
+                message.setdefault("tool_calls", []).append(_call(block, where))
+            case "thinking":
+                thoughts = message.get("reasoning_content", "")
+                message["reasoning_content"] = thoughts + str(block.get("thinking") or "")
+            case kind:
+                raise Unsupported(f"`{where}` of type `{kind}` is not supported")
+    message["content"] = "".join(text) or (None if "tool_calls" in message else "")
+    return [message]
+
+
+def _call(block: Json, place: str) -> Json:
+    arguments = json.dumps(block.get("input") or {}, ensure_ascii=False)
+    function = {"name": _required(block, "name", place), "arguments": arguments}
+    return {"id": _required(block, "id", place), "type": "function", "function": function}
+
+
+def _text(content: str | list[Json], place: str) -> str:
+    if isinstance(content, str):
+        return content
+    parts = []
+    for number, block in enumerate(content):
+        if not isinstance(block, dict) or block.get("type") != "text":
+            kind = block.get("type") if isinstance(block, dict) else block
+            raise Unsupported(
+                f"`{place}[{number}]` of type `{kind}` is not supported", hint="Send text only"
+            )
+        parts.append(_required(block, "text", f"{place}[{number}]", empty=True))
+    return "\n".join(parts)
+
+
+def _required(block: Json, key: str, place: str, *, empty: bool = False) -> str:
+    value = block.get(key)
+    if not isinstance(value, str) or not (value or empty):
+        raise BadRequest(f"`{place}.{key}` is missing", hint="Send blocks as they were received")
+    return value
+
+
+def _tool(tool: Json, place: str) -> Json:
+    if tool.get("type") not in (None, "custom"):
+        raise Unsupported(
+            f"`{place}` of type `{tool['type']}` is not supported",
+            hint="Tools run beside the agent: send it with an `input_schema`, and call it there",
+        )
+    for key, value in tool.items():
+        known = key in _TOOL_KEYS or key in _TOOL_NO_EFFECT
+        if not known and value is not None and value != _TOOL_NEUTRAL.get(key, ...):
+            raise Unsupported(f"`{place}.{key}` is not supported")
+    if not isinstance(tool.get("input_schema"), dict):
+        raise BadRequest(f"`{place}.input_schema` is missing", hint="Send a JSON schema")
+    function = {"name": _required(tool, "name", place), "parameters": tool["input_schema"]}
+    optional = {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
+    return {"type": "function", "function": {**function, **optional}}
+
+
+def _tool_choice(choice: Json, tools: list[Json] | None) -> Json:
+    parallel = False if tools and choice.get("disable_parallel_tool_use") else None
+    match choice.get("type"):
+        case None | "auto":
+            wanted: str | Json | None = None
+        case "any":
+            wanted = "required"
+        case "none":
+            wanted = "none"
+        case "tool":
+            name = _required(choice, "name", "tool_choice")
+            wanted = {"type": "function", "function": {"name": name}}
+        case kind:
+            raise BadRequest(
+                f"`tool_choice.type` is `{kind}`", hint="Use `auto`, `any`, `tool` or `none`"
+            )
+    return {"tool_choice": wanted, "parallel_tool_calls": parallel}
+
+
+def _format(wanted: Json | None) -> Json | None:
+    if not wanted:
+        return None
+    if wanted.get("type") != "json_schema" or not isinstance(wanted.get("schema"), dict):
+        raise Unsupported(
+            f"`output_config.format` of type `{wanted.get('type')}` is not supported",
+            hint="Send `json_schema` with a `schema`",
+        )
+    schema = {"name": "output", "schema": wanted["schema"], "strict": True}
+    return {"type": "json_schema", "json_schema": schema}

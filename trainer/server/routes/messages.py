@@ -1,0 +1,44 @@
+"""The routes of Anthropic's Messages API."""
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from kit.types import Json
+from trainer.server.backend import Backend
+from trainer.server.disconnects import ClosingStream
+from trainer.server.exchange import Exchange
+from trainer.server.messages.answer import MessageAnswer, events
+from trainer.server.messages.request import CountRequest, MessagesRequest
+
+
+def routes(backend: Backend) -> APIRouter:
+    """The routes under `/v1`; under `/rollouts/ID/v1` the same ones also record a rollout."""
+    router = APIRouter()
+
+    @router.post("/v1/messages")
+    async def create(body: MessagesRequest, request: Request) -> Response:
+        exchange = await Exchange.start(backend, request, body.as_chat())
+
+        def stop_sequence(token_ids: list[int]) -> str | None:
+            if not token_ids or token_ids[-1] in backend.workers.tokenizer.eos_ids:
+                return None
+            text = backend.workers.tokenizer.decode(token_ids)
+            found = [(text.find(stop), stop) for stop in body.stop_sequences or ()]
+            return min(((place, stop) for place, stop in found if place >= 0), default=(0, None))[1]
+
+        answer = MessageAnswer(body.model, stop_sequence)
+        if body.stream:
+            chunks = exchange.chunks()
+            stream = events(answer, chunks, exchange.prompt_tokens, exchange.answer.usage)
+            return ClosingStream(stream, chunks, exchange.deltas)
+        list(answer.add(exchange.answer.whole()))
+        list(answer.end())
+        return JSONResponse(answer.whole(exchange.answer.usage()))
+
+    @router.post("/v1/messages/count_tokens")
+    async def count(body: CountRequest) -> Json:
+        backend.models.find(body.model)
+        request = body.chat().sample_request(backend.workers.tokenizer)
+        return {"input_tokens": len(request.prompt_ids)}
+
+    return router

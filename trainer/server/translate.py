@@ -1,0 +1,49 @@
+"""What the translations of other APIs to a chat have in common."""
+
+from collections.abc import Set
+from typing import Any
+
+import pydantic
+from fastapi.exceptions import RequestValidationError
+
+from kit.types import Json
+from trainer.errors import Unsupported
+from trainer.exact_tokens import CHOICE_ID
+from trainer.server.chat import ChatRequest
+
+# Settings of a chat that other APIs lack. Clients send them as extra fields, for example `seed` in
+# the `extra_body` of OpenAI's package.
+SAMPLING = {
+    *("chat_template_kwargs", "frequency_penalty", "ignore_eos", "logit_bias", "min_p"),
+    *("min_tokens", "presence_penalty", "repetition_penalty", "seed", "skip_special_tokens"),
+    *("stop", "stop_token_ids", "structured_outputs", "top_k"),
+}
+
+
+def check_extra(extra: Json | None, neutral: Json, no_effect: Set[str]) -> Json:
+    """Return the sampling settings among the extra keys of a request, and refuse the others.
+
+    Values in `neutral` and keys in `no_effect` change nothing.
+    """
+    passed: Json = {}
+    for key, value in (extra or {}).items():
+        if value is None or key in no_effect or value == neutral.get(key, ...):
+            continue
+        if key not in SAMPLING:
+            raise Unsupported(f"`{key}` is not supported")
+        passed[key] = value
+    return passed
+
+
+def chat_request(**fields: Any) -> ChatRequest:
+    """A chat of the fields that are not None; the faults it has are the client's."""
+    try:
+        return ChatRequest.model_validate({k: v for k, v in fields.items() if v is not None})
+    except pydantic.ValidationError as error:
+        faults = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
+        raise RequestValidationError(faults) from error
+
+
+def choice_id(choice: Json) -> Json:
+    """The field by which the ledger finds a choice, for the objects that are made from it."""
+    return {CHOICE_ID: choice[CHOICE_ID]} if choice.get(CHOICE_ID) else {}
