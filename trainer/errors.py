@@ -36,15 +36,24 @@ class TrainerError(KitError):
 
 
 class BadRequest(TrainerError):
+    """`param` names the field of the request, as OpenAI's errors do."""
+
     status = 400
+    code: str | None = None
+
+    def __init__(self, message: str, *, hint: str | None = None, param: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.param = param
 
 
 class Unsupported(BadRequest):
-    hint = "Remove it, or see the README for what is supported"
+    code = "unsupported_parameter"
+    hint = "Remove it; `docs/api.md` lists what is supported"
 
 
 class NotFound(TrainerError):
     status = 404
+    code = "not_found"
 
 
 class Conflict(TrainerError):

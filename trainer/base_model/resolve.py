@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 TINY = "tiny-random"
 # Increased when the contents of a built-in model change, so that no stale copy is used.
-VERSION = "1"
+VERSION = "2"
 BUILT_IN: dict[str, Callable[[Path], None]] = {TINY: tiny_random.write, smollm2.NAME: smollm2.write}
 
 

@@ -31,6 +31,54 @@ IN_BLOCK = {
 }
 AT_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
 CONTROL = 3  # GGUF's type of special tokens
+# The package's template ignores tools. This one shows them in Hermes form, with Qwen's wording, and
+# renders a conversation without tools to the same bytes as the package's.
+CHAT_TEMPLATE = """\
+{%- set default = 'You are a helpful AI assistant named SmolLM, trained by Hugging Face' %}
+{%- set has_system = messages and messages[0].role == 'system' %}
+{%- if tools %}
+{{- '<|im_start|>system\\n' + (messages[0].content if has_system else default) }}
+{{- '\\n\\n# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n' }}
+{{- 'You are provided with function signatures within <tools></tools> XML tags:\\n<tools>' }}
+{%- for tool in tools %}
+{{- '\\n' + (tool | tojson) }}
+{%- endfor %}
+{{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and ' }}
+{{- 'arguments within <tool_call></tool_call> XML tags:\\n<tool_call>\\n' }}
+{{- '{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call><|im_end|>\\n' }}
+{%- elif messages and not has_system %}
+{{- '<|im_start|>system\\n' + default + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}
+{{- '<|im_start|>user' }}
+{%- endif %}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- elif not (tools and has_system and loop.first) %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content }}
+{%- for call in message.tool_calls or [] %}
+{%- if message.content or not loop.first %}
+{{- '\\n' }}
+{%- endif %}
+{{- '<tool_call>\\n{"name": ' + (call.function.name | tojson) + ', "arguments": ' }}
+{%- if call.function.arguments is string %}
+{{- call.function.arguments }}
+{%- else %}
+{{- call.function.arguments | tojson }}
+{%- endif %}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
 
 
 def is_installed() -> bool:
@@ -163,7 +211,7 @@ def _settings(fields: dict[str, Any]) -> dict[str, dict[str, Any]]:
         "pad_token": tokens[pad],
         "model_max_length": fields["llama.context_length"],
         "clean_up_tokenization_spaces": False,
-        "chat_template": fields["tokenizer.chat_template"],
+        "chat_template": CHAT_TEMPLATE,
     }
     return {
         "config.json": config,

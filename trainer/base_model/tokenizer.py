@@ -14,6 +14,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -26,6 +27,25 @@ Message = Mapping[str, Any]
 # Tokens that end an assistant's turn. Some models name only one of theirs in their settings.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+# A conversation with a tool call, to find out what a chat template shows.
+_PROBE_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "Probe.",
+        "parameters": {"type": "object", "properties": {}},
+    },
+}
+_PROBE_CALL = {"name": "probe", "arguments": {"probe_argument": 1}}
+_PROBE: list[dict[str, Any]] = [
+    {"role": "user", "content": "Hi"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "call00000", "type": "function", "function": _PROBE_CALL}],
+    },
+    {"role": "tool", "tool_call_id": "call00000", "name": "probe", "content": "probe_result"},
+]
 LETTER_BYTES = {letter: byte for byte, letter in byte_letters().items()}
 
 
@@ -94,7 +114,7 @@ class Tokenizer:
         """Render a conversation with the model's chat template."""
         try:
             return self._template.render(
-                messages=[normalise(message) for message in messages],
+                messages=[self._with_known_role(normalise(message)) for message in messages],
                 tools=list(tools) if tools else None,
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
@@ -107,8 +127,40 @@ class Tokenizer:
                 hint="Check the roles, their order and the tool calls",
             ) from exc
 
+    def _with_known_role(self, message: dict[str, Any]) -> dict[str, Any]:
+        """OpenAI renamed the role `system` to `developer`; few chat templates know the new name."""
+        if message.get("role") == "developer" and "developer" not in self._template_source:
+            return {**message, "role": "system"}
+        return message
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        """Whether the chat template renders `tools`; many ignore them without an error."""
+        with contextlib.suppress(BadRequest):
+            return self.render(_PROBE[:1], [_PROBE_TOOL]) != self.render(_PROBE[:1])
+        return True  # the template refuses by itself
+
+    @cached_property
+    def shows_tool_calls(self) -> bool:
+        """Whether the chat template renders past tool calls and their results."""
+        with contextlib.suppress(BadRequest):
+            text = self.render(_PROBE, [_PROBE_TOOL])
+            return "probe_argument" in text and "probe_result" in text
+        return True
+
+    @cached_property
+    def template_variables(self) -> frozenset[str]:
+        """The variables that the chat template reads, such as `enable_thinking`."""
+        return frozenset(
+            jinja2.meta.find_undeclared_variables(_environment().parse(self._template_source))
+        )
+
     @cached_property
     def _template(self) -> jinja2.Template:
+        return _environment().from_string(self._template_source)
+
+    @cached_property
+    def _template_source(self) -> str:
         file = self._directory / "chat_template.jinja"
         source = (
             file.read_text(encoding="utf-8")
@@ -123,7 +175,7 @@ class Tokenizer:
                 f"`{self._directory}` has no chat template",
                 hint="Use an instruct model, or add a `chat_template.jinja`",
             )
-        return _environment().from_string(source)
+        return str(source)
 
     @cached_property
     def _byte_level(self) -> bool:

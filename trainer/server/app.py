@@ -10,23 +10,24 @@ import sys
 
 import uvicorn
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from starlette.exceptions import HTTPException
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import PlainTextResponse, Response
 
-from kit.errors import ConfigError, KitError
-from kit.types import Json
+from kit.errors import ConfigError
 from trainer.config import ServerConfig
 from trainer.errors import TrainerError
 from trainer.server import guard
 from trainer.server.backend import Backend
 from trainer.server.disconnects import LEFT, ClientLeft
+from trainer.server.error_answers import add_handlers
 from trainer.server.lease import unpulled_warnings, watch_lease
 from trainer.server.messages.errors import AnthropicClients
 from trainer.server.routes import art, messages, openai, preview, responses, rollouts
+from trainer.server.template_limits import HEADER
 from trainer.server.workers import WrapEngine
 
 logger = logging.getLogger(__name__)
+LOOPBACK_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 
 def create_app(config: ServerConfig, backend: Backend) -> FastAPI:
@@ -41,27 +42,22 @@ def create_app(config: ServerConfig, backend: Backend) -> FastAPI:
     async def metrics() -> PlainTextResponse:
         return PlainTextResponse(backend.reports.metrics.render())
 
-    @app.exception_handler(KitError)
-    async def kit_error(_: Request, error: KitError) -> JSONResponse:
-        return guard.error(getattr(error, "status", 500), error.message, error.hint)
-
     @app.exception_handler(ClientLeft)
     async def client_left(_: Request, __: ClientLeft) -> Response:
         return Response(status_code=LEFT)
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        messages = [f"`{_place(fault)}` {fault['msg']}" for fault in error.errors()]
-        return guard.error(422, "The request is not valid: " + "; ".join(messages), "")
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        message = f"{request.method} `{request.url.path}`: {error.detail}"
-        return guard.error(error.status_code, message, "")
-
+    add_handlers(app)
     key = config.api_key.get_secret_value() if config.requires_key and config.api_key else None
     app.add_middleware(guard.Guard, key=key)
-    app.add_middleware(AnthropicClients)  # outermost: it sees the errors of the guard too
+    app.add_middleware(AnthropicClients)  # outside the guard: it sees the guard's errors too
+    if config.cors:  # outside the guard: a browser's preflight request has no key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origin_regex=LOOPBACK_ORIGIN,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[HEADER],
+        )
     app.include_router(art.routes(backend))
     app.include_router(preview.routes(backend))
     app.include_router(rollouts.routes(backend))
@@ -70,12 +66,6 @@ def create_app(config: ServerConfig, backend: Backend) -> FastAPI:
         app.include_router(router)
         app.include_router(router, prefix="/rollouts/{rollout}")
     return app
-
-
-def _place(fault: Json) -> str:
-    """The path of a fault inside the body; a body that is not JSON has no such path."""
-    inside = [] if fault["type"] == "json_invalid" else fault["loc"][1:]
-    return ".".join(str(part) for part in inside) or "body"
 
 
 def serve(config: ServerConfig, *, wrap_engine: WrapEngine | None = None) -> None:

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import AsyncGenerator
 
 from kit.types import Json
+from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.engine import Delta
 from trainer.exact_tokens import CHOICE_ID, PREFIX
 from trainer.server.chat import ChatRequest
@@ -18,9 +19,12 @@ class ChatAnswer:
     Exact tokens and their logprobs are always included, requested or not.
     """
 
-    def __init__(self, request: ChatRequest, prompt_ids: list[int]) -> None:
+    def __init__(self, request: ChatRequest, prompt_ids: list[int], tokenizer: Tokenizer) -> None:
         self._request = request
         self._prompt_ids = prompt_ids
+        self._tokenizer = tokenizer
+        self.warnings = request.warnings(tokenizer)
+        """What the model does not see of the request, one sentence each."""
         self._step = 0
         self._head: Json = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -36,23 +40,30 @@ class ChatAnswer:
         first = delta.index not in self._choices
         begins = first or not self._choices[delta.index].token_ids
         parser = self._parsers.setdefault(delta.index, ToolCallParser())
-        if self._request.tools:
+        sent = len(parser.calls)
+        if self._request.tool_use.functions:
             delta.text = parser.add(delta.text) + (parser.finish() if delta.finish_reason else "")
         self._choices.setdefault(delta.index, Delta(delta.index)).extend(delta)
         message: Json = {"role": "assistant"} if first else {}
         message["content"] = delta.text
-        if delta.finish_reason and parser.calls:
-            message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(parser.calls)]
+        if new := parser.calls[sent:]:
+            message["tool_calls"] = [
+                {"index": number, **call} for number, call in enumerate(new, start=sent)
+            ]
+            message["content"] = delta.text or None
         chunk = self._object("chat.completion.chunk")
         if first and len(self._choices) == 1:
             chunk["prompt_token_ids"] = self._prompt_ids
+            chunk.update({"warnings": self.warnings} if self.warnings else {})
         return {**chunk, "choices": [{**self._tokens(delta, begins=begins), "delta": message}]}
 
     async def events(self, chunks: AsyncGenerator[Json, None]) -> AsyncGenerator[str, None]:
         """Yield the events of a stream that consists of `chunks`."""
+        options = self._request.stream_options or {}
         async for chunk in chunks:
-            yield _event(chunk)
-        if (self._request.stream_options or {}).get("include_usage"):
+            usage = {"usage": self.usage()} if options.get("continuous_usage_stats") else {}
+            yield _event({**chunk, **usage})
+        if options.get("include_usage"):
             chunk = self._object("chat.completion.chunk")
             yield _event({**chunk, "choices": [], "usage": self.usage()})
         yield "data: [DONE]\n\n"
@@ -64,6 +75,7 @@ class ChatAnswer:
             "prompt_token_ids": self._prompt_ids,
             "choices": self._whole_choices(),
             "usage": self.usage(),
+            **({"warnings": self.warnings} if self.warnings else {}),
         }
 
     def conversation(self) -> Json:
@@ -107,14 +119,24 @@ class ChatAnswer:
         ]
         if begins and content:
             content[0][CHOICE_ID] = delta.choice_id
+        for entry, token, tops in zip(content, delta.token_ids, delta.top_logprobs, strict=False):
+            entry["bytes"] = list(self._tokenizer.token_bytes(token))
+            entry["top_logprobs"] = [self._top(*top) for top in tops]
         called = delta.finish_reason == "stop" and self._parsers[delta.index].calls
+        # OpenAI's answer to a named function ends with `stop`.
+        by_choice = called and not self._request.tool_use.named
         return {
             "index": delta.index,
             CHOICE_ID: delta.choice_id,
-            "finish_reason": "tool_calls" if called else delta.finish_reason,
+            "finish_reason": "tool_calls" if by_choice else delta.finish_reason,
             "token_ids": delta.token_ids,
             "logprobs": {"content": content, "refusal": None},
         }
+
+    def _top(self, token: int, logprob: float) -> Json:
+        # The token's bytes let a client read it; its name is its id, as everywhere.
+        spelled = list(self._tokenizer.token_bytes(token))
+        return {"token": f"{PREFIX}{token}", "logprob": logprob, "bytes": spelled}
 
 
 def _event(value: Json) -> str:

@@ -5,7 +5,7 @@ Either way the request would hold the gate, and the next training step would wai
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -43,9 +43,11 @@ async def _disconnected(request: Request) -> None:
 class ClosingStream(StreamingResponse):
     """A stream of events that always closes its sources when it ends."""
 
-    def __init__(self, *sources: AsyncGenerator[Any, None]) -> None:
+    def __init__(
+        self, *sources: AsyncGenerator[Any, None], headers: Mapping[str, str] | None = None
+    ) -> None:
         """Send the first of `sources`, which reads from the others."""
-        super().__init__(sources[0], media_type="text/event-stream")
+        super().__init__(sources[0], media_type="text/event-stream", headers=headers)
         self._sources = sources
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -14,6 +14,7 @@ from trainer.server.backend import Backend
 from trainer.server.chat import ChatRequest
 from trainer.server.chat_answer import ChatAnswer
 from trainer.server.disconnects import while_connected
+from trainer.server.template_limits import HEADER
 
 
 class Exchange:
@@ -21,9 +22,10 @@ class Exchange:
 
     def __init__(self, backend: Backend, chat: ChatRequest, rollout: str | None) -> None:
         backend.models.find(chat.model)  # an unknown name is refused before any work
-        sample_request = chat.sample_request(backend.workers.tokenizer)
+        tokenizer = backend.workers.tokenizer
+        sample_request = chat.sample_request(tokenizer)
         self.prompt_tokens = len(sample_request.prompt_ids)
-        self.answer = ChatAnswer(chat, sample_request.prompt_ids)
+        self.answer = ChatAnswer(chat, sample_request.prompt_ids, tokenizer)
         self.deltas = backend.sample(chat.model, sample_request, rollout=rollout)
         """The source of `chunks`, which a stream must close when its client leaves."""
         self._backend = backend
@@ -37,6 +39,12 @@ class Exchange:
         exchange = cls(backend, chat, request.path_params.get("rollout"))
         await while_connected(request, exchange._read())
         return exchange
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of the response: what the model's chat template leaves out."""
+        warnings = self.answer.warnings
+        return {HEADER: "; ".join(warnings)} if warnings else {}
 
     async def _read(self) -> None:
         if self._stream:

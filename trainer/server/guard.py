@@ -5,8 +5,9 @@ import hmac
 import re
 from typing import Any
 
-from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from trainer.server.error_answers import error
 
 OPEN_PATHS = {"/health", "/healthcheck"}
 MAX_BYTES = 512 << 20  # a train request holds every trajectory of a step
@@ -16,26 +17,20 @@ _KEEP = b'"[]{}'
 _DROP = bytes(byte for byte in range(256) if byte not in _KEEP)
 
 
-def error(status: int, message: str, hint: str) -> JSONResponse:
-    """An error response: ART's clients and curl read `detail`, OpenAI's clients read `error`."""
-    body = {"message": message, "hint": hint, "type": "invalid_request_error", "code": status}
-    return JSONResponse({"detail": message, "error": body}, status_code=status)
-
-
 class Guard:
     """Answers 401, 413 and 400 itself; requests that pass have a complete, bounded body."""
 
     def __init__(self, app: ASGIApp, *, key: str | None, max_bytes: int = MAX_BYTES) -> None:
         self._app = app
-        self._expected = f"Bearer {key}".encode() if key else None
+        self._key = key.encode() if key else None
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = dict(scope["headers"])
-        if not self._may_pass(scope["path"], headers.get(b"authorization", b"")):
-            hint = "Send `ART_API_KEY` as bearer token"
+        if not self._may_pass(scope["path"], headers):
+            hint = "Send `ART_API_KEY` as bearer token: it is the API key of the agent's client"
             answer = error(401, "The request carries no valid key", hint)
             return await answer(scope, receive, send)
         if scope["method"] in ("GET", "HEAD"):
@@ -50,10 +45,12 @@ class Guard:
             return await answer(scope, receive, send)
         await self._app(scope, _Replay(body, receive), send)
 
-    def _may_pass(self, path: str, authorization: bytes) -> bool:
-        if self._expected is None or path in OPEN_PATHS:
+    def _may_pass(self, path: str, headers: dict[bytes, bytes]) -> bool:
+        if self._key is None or path in OPEN_PATHS:
             return True
-        return hmac.compare_digest(authorization, self._expected)
+        bearer = hmac.compare_digest(headers.get(b"authorization", b""), b"Bearer " + self._key)
+        # Anthropic's clients send their key in a header of its own.
+        return bearer or hmac.compare_digest(headers.get(b"x-api-key", b""), self._key)
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
         length = headers.get(b"content-length", b"0")

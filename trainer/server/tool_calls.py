@@ -11,15 +11,23 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 class ToolCallParser:
     """Splits the text of one choice into content and tool calls while it streams.
 
-    An invalid call stays in the content, so that no text of the model is lost.
+    An invalid call stays in the content, so that no text of the model is lost. White space around
+    calls is no content.
     """
 
     def __init__(self) -> None:
         self._pending = ""
+        self._space = ""
+        """White space that counts only if text follows it."""
         self.calls: list[Json] = []
 
     def add(self, text: str) -> str:
         """Add text, and return the content that no later text can change."""
+        text = self._space + self._split(text)
+        self._space = text[len(text.rstrip()) :]
+        return text.rstrip()
+
+    def _split(self, text: str) -> str:
         self._pending += text
         content = ""
         while True:
@@ -45,8 +53,8 @@ class ToolCallParser:
         pending, self._pending = self._pending, ""
         if pending.startswith(OPEN) and (call := parse_call(pending[len(OPEN) :])):
             self.calls.append(call)
-            return ""
-        return pending
+            pending = ""
+        return self._space + pending if pending or not self.calls else ""
 
 
 def parse_call(text: str) -> Json | None:

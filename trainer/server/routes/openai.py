@@ -28,8 +28,9 @@ def routes(backend: Backend) -> APIRouter:
         exchange = await Exchange.start(backend, request, body)
         if body.stream:
             chunks = exchange.chunks()
-            return ClosingStream(exchange.answer.events(chunks), chunks, exchange.deltas)
-        return JSONResponse(exchange.answer.whole())
+            events = exchange.answer.events(chunks)
+            return ClosingStream(events, chunks, exchange.deltas, headers=exchange.headers)
+        return JSONResponse(exchange.answer.whole(), headers=exchange.headers)
 
     return router
 

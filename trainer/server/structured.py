@@ -1,0 +1,130 @@
+"""What a request says about the form of its answer, as a constraint for the engine.
+
+`response_format` is OpenAI's. `structured_outputs`, and the older `guided_json` and its siblings,
+are vLLM's.
+"""
+
+import json
+from typing import Any
+
+from kit.types import Json
+from trainer.engines.engine import Constraint
+from trainer.errors import BadRequest, Unsupported
+from trainer.server.tool_grammar import SPACING, tool_grammar
+from trainer.server.tools import NAME, ToolUse
+
+GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
+_KINDS = ("json", "json_object", "regex", "choice", "grammar")
+_NEUTRAL_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "disable_fallback")
+
+
+def constraint(
+    response_format: Json | None, structured_outputs: Json | None, use: ToolUse
+) -> Constraint | None:
+    """The constraint of a request, or None. A required call leaves no text to be formatted."""
+    own = _structured_outputs(structured_outputs) if structured_outputs else None
+    schema = _schema(response_format) if response_format else None
+    if own and (schema is not None or use.required):
+        other = "response_format" if schema is not None else "tool_choice"
+        raise BadRequest(
+            f"`structured_outputs` and `{other}` contradict each other",
+            hint="Send one of them",
+            param="structured_outputs",
+        )
+    if own:  # as in vLLM it is the form of the whole answer, and tools are called if it allows
+        return own
+    limited = use.required or use.strict or use.restricted or not use.parallel
+    if use.functions and (limited or schema is not None):
+        return Constraint("grammar", tool_grammar(use, schema))
+    if schema is not None:
+        return Constraint("json_schema", json.dumps(schema))
+    return None
+
+
+def _schema(response_format: Json) -> Json | None:
+    """The JSON schema of `response_format`, or None for text."""
+    match response_format:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return _with_spacing({"type": "object"}, strict=True)
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema), **rest}}:
+            name = rest.get("name")
+            if name is not None and not (isinstance(name, str) and NAME.fullmatch(name)):
+                raise BadRequest(
+                    f"`response_format.json_schema.name` is `{name}`",
+                    hint="Use up to 64 letters, digits, `_` and `-`",
+                    param="response_format.json_schema.name",
+                )
+            return _with_spacing(schema, strict=bool(rest.get("strict")))
+        case {"type": "json_schema"}:
+            raise BadRequest(
+                "`response_format` has no `json_schema.schema`",
+                hint='Send `{"type": "json_schema", "json_schema": {"name", "schema"}}`',
+                param="response_format.json_schema",
+            )
+    raise Unsupported(
+        f"`response_format` of type `{response_format.get('type')}` is not supported",
+        hint="Use `json_schema`, `json_object` or `text`, or vLLM's `structured_outputs`",
+        param="response_format.type",
+    )
+
+
+def _structured_outputs(fields: Json) -> Constraint | None:
+    given = {name: value for name, value in fields.items() if value not in (None, False)}
+    for name in given.keys() - set(_KINDS) - set(_NEUTRAL_OPTIONS):
+        raise Unsupported(
+            f"`structured_outputs.{name}` is not supported",
+            hint=f"Use one of {', '.join(f'`{kind}`' for kind in _KINDS)}",
+            param=f"structured_outputs.{name}",
+        )
+    kinds = [kind for kind in _KINDS if kind in given]
+    if len(kinds) != 1:
+        raise BadRequest(
+            f"`structured_outputs` has {len(kinds)} of {', '.join(_KINDS)}",
+            hint="Send exactly one",
+            param="structured_outputs",
+        )
+    return _constraint_of(kinds[0], given[kinds[0]])
+
+
+def _constraint_of(kind: str, value: Any) -> Constraint:
+    match kind, value:
+        case "json", dict():
+            return Constraint("json_schema", json.dumps(_with_spacing(value, strict=False)))
+        case "json", str():
+            return _constraint_of(kind, _parsed(value))
+        case "json_object", True:
+            schema = _with_spacing({"type": "object"}, strict=True)
+            return Constraint("json_schema", json.dumps(schema))
+        case "regex" | "grammar", str():
+            return Constraint("regex" if kind == "regex" else "grammar", value)
+        case "choice", [str(), *rest] if all(isinstance(each, str) for each in rest):
+            return Constraint("choice", json.dumps(value))
+    raise BadRequest(
+        f"`structured_outputs.{kind}` is `{value}`",
+        hint="Send a schema as `json`, a string as `regex` or `grammar`, a list as `choice`",
+        param=f"structured_outputs.{kind}",
+    )
+
+
+def _parsed(text: str) -> Json:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise BadRequest(
+            "`structured_outputs.json` is no JSON schema",
+            hint="Send an object, or an object as a string",
+            param="structured_outputs.json",
+        )
+    return value
+
+
+def _with_spacing(schema: Json, *, strict: bool) -> Json:
+    """Fix the white space between values: a small model could write spaces until its limit.
+
+    Keywords that the grammar library does not know are an error only if the schema is strict.
+    """
+    return {**schema, "x-guidance": {**SPACING, "lenient": not strict}}
