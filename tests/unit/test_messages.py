@@ -9,7 +9,7 @@ import pytest
 from trainer.errors import BadRequest, Unsupported
 from trainer.server.guard import Guard
 from trainer.server.messages.answer import MessageAnswer
-from trainer.server.messages.errors import AnthropicClients
+from trainer.server.messages.errors import AnthropicErrors
 from trainer.server.messages.request import MessagesRequest
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
@@ -186,7 +186,7 @@ async def post(path: str, **headers: str) -> tuple[int, Any]:
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         body = b'{"detail": "No", "error": {"message": "No `x`", "hint": "Send `y`"}}'
-        await send({"type": "http.response.start", "status": 422, "headers": []})
+        await send({"type": "http.response.start", "status": 400, "headers": []})
         await send({"type": "http.response.body", "body": body})
 
     async def receive() -> Any:
@@ -197,7 +197,7 @@ async def post(path: str, **headers: str) -> tuple[int, Any]:
 
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": "POST", "path": path, "headers": raw}
-    await AnthropicClients(Guard(app, key="secret"))(scope, receive, send)
+    await AnthropicErrors(Guard(app, key="secret"))(scope, receive, send)
     return sent[0]["status"], json.loads(sent[1]["body"])
 
 
@@ -207,11 +207,11 @@ async def test_errors_have_anthropics_shape_on_its_routes_only() -> None:
     error = {"type": "invalid_request_error", "message": "No `x`. Send `y`"}
     assert body == {"type": "error", "error": error}
     status, body = await post("/v1/responses", authorization="Bearer secret")
-    assert status == 422 and body["detail"] == "No"
+    assert status == 400 and body["detail"] == "No"
 
 
 async def test_the_key_may_come_as_x_api_key() -> None:
     status, body = await post("/v1/messages", x_api_key="wrong")
     assert status == 401 and body["error"]["type"] == "authentication_error"
     assert (await post("/v1/messages", x_api_key="secret"))[0] == 400
-    assert (await post("/v1/models", x_api_key="secret"))[0] == 422
+    assert (await post("/v1/models", x_api_key="secret"))[0] == 400

@@ -21,7 +21,7 @@ from trainer.server.backend import Backend
 from trainer.server.disconnects import LEFT, ClientLeft
 from trainer.server.error_answers import add_handlers
 from trainer.server.lease import unpulled_warnings, watch_lease
-from trainer.server.messages.errors import AnthropicClients
+from trainer.server.messages.errors import AnthropicErrors
 from trainer.server.routes import art, messages, openai, preview, responses, rollouts
 from trainer.server.template_limits import HEADER
 from trainer.server.workers import WrapEngine
@@ -49,7 +49,7 @@ def create_app(config: ServerConfig, backend: Backend) -> FastAPI:
     add_handlers(app)
     key = config.api_key.get_secret_value() if config.requires_key and config.api_key else None
     app.add_middleware(guard.Guard, key=key)
-    app.add_middleware(AnthropicClients)  # outside the guard: it sees the guard's errors too
+    app.add_middleware(AnthropicErrors)  # outside the guard: it sees the guard's errors too
     if config.cors:  # outside the guard: a browser's preflight request has no key
         app.add_middleware(
             CORSMiddleware,

@@ -82,6 +82,8 @@ class MessageAnswer:
 
     def _stop_reason(self) -> tuple[str, str | None]:
         reason = _REASONS.get(self._finish_reason or "")
+        if reason is None and any(block["type"] == "tool_use" for block in self._blocks):
+            return "tool_use", None  # a chat that names its tool ends with `stop`
         if reason is None and (sequence := self._stop_sequence(self._token_ids)):
             return "stop_sequence", sequence
         return reason or "end_turn", None

@@ -1,4 +1,4 @@
-"""Anthropic's headers and errors: its key in `x-api-key`, its errors as its clients read them."""
+"""Errors as Anthropic's clients read them, on its routes."""
 
 import json
 import re
@@ -25,8 +25,8 @@ def error_body(status: int, message: str) -> Json:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-class AnthropicClients:
-    """Passes `x-api-key` on as a bearer key, and rewrites errors of Anthropic's routes.
+class AnthropicErrors:
+    """Rewrites the errors of Anthropic's routes.
 
     It wraps the whole app, because an error may come from the guard, a route or the router.
     """
@@ -35,14 +35,8 @@ class AnthropicClients:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            headers = dict(scope["headers"])
-            key = headers.get(b"x-api-key")
-            if key and b"authorization" not in headers:
-                bearer = (b"authorization", b"Bearer " + key)
-                scope = {**scope, "headers": [*scope["headers"], bearer]}
-            if _ROUTE.fullmatch(scope["path"]):
-                send = _Rewriting(send)
+        if scope["type"] == "http" and _ROUTE.fullmatch(scope["path"]):
+            send = _Rewriting(send)
         await self._app(scope, receive, send)
 
 
@@ -56,9 +50,7 @@ class _Rewriting:
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start" and message["status"] >= 400:
-            # Anthropic answers 400 where FastAPI answers 422.
-            status = 400 if message["status"] == 422 else message["status"]
-            self._start = {**message, "status": status}
+            self._start = message
         elif self._start is None or message["type"] != "http.response.body":
             await self._send(message)
         else:

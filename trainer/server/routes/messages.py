@@ -30,10 +30,10 @@ def routes(backend: Backend) -> APIRouter:
         if body.stream:
             chunks = exchange.chunks()
             stream = events(answer, chunks, exchange.prompt_tokens, exchange.answer.usage)
-            return ClosingStream(stream, chunks, exchange.deltas)
+            return ClosingStream(stream, chunks, exchange.deltas, headers=exchange.headers)
         list(answer.add(exchange.answer.whole()))
         list(answer.end())
-        return JSONResponse(answer.whole(exchange.answer.usage()))
+        return JSONResponse(answer.whole(exchange.answer.usage()), headers=exchange.headers)
 
     @router.post("/v1/messages/count_tokens")
     async def count(body: CountRequest) -> Json:

@@ -34,10 +34,11 @@ def routes(backend: Backend) -> APIRouter:
 
         if body.stream:
             chunks = exchange.chunks()
-            return ClosingStream(events(answer, chunks, finish), chunks, exchange.deltas)
+            stream = events(answer, chunks, finish)
+            return ClosingStream(stream, chunks, exchange.deltas, headers=exchange.headers)
         list(answer.add(exchange.answer.whole()))
         list(answer.end())
-        return JSONResponse(answer.whole(finish()))
+        return JSONResponse(answer.whole(finish()), headers=exchange.headers)
 
     @router.get("/v1/responses/{response_id}")
     async def read(response_id: str) -> Json:
