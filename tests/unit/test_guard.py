@@ -86,3 +86,8 @@ def test_a_truncated_body_is_not_deep() -> None:
 async def test_every_route_except_health_needs_the_key(path: str, header: str, status: int) -> None:
     actual, _ = await Client(key="secret").post(b"", path=path, authorization=header)
     assert actual == status
+
+
+async def test_the_key_may_come_in_the_header_that_anthropics_clients_send() -> None:
+    for key, status in (("secret", 200), ("other", 401)):
+        assert (await Client(key="secret").post(b"", x_api_key=key))[0] == status

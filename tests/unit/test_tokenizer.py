@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainer.base_model.resolve import resolve
+from trainer.base_model.smollm2 import CHAT_TEMPLATE
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.errors import BadRequest, ModelError
 
@@ -90,3 +91,65 @@ def test_a_template_file_takes_precedence_and_no_template_is_an_error(directory:
         tokenizer.render([])
     (directory / "chat_template.jinja").write_text("from a file")
     assert Tokenizer(directory).render([]) == "from a file"
+
+
+# As in the package: it ignores tools, and a past tool call is an empty turn.
+SMOLLM2_ORIGINAL = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    "<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + "
+    "'<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+USER = {"role": "user", "content": "Add."}
+CALLED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [
+        {"function": {"name": "add", "arguments": '{"a": 1}'}},
+        {"function": {"name": "add", "arguments": '{"a": 2}'}},
+    ],
+}
+RESULTS = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
+
+
+def test_smollm2_renders_talk_without_tools_as_its_package_does(directory: Path) -> None:
+    original, ours = (
+        with_template(directory, template) for template in (SMOLLM2_ORIGINAL, CHAT_TEMPLATE)
+    )
+    system, answer = {"role": "system", "content": "Be\n"}, {"role": "assistant", "content": " 2"}
+    for talk in ([], [USER], [system, USER], [USER, answer, USER], [USER, system]):
+        for generation in (True, False):
+            assert ours.render(talk, None, generation) == original.render(talk, None, generation)
+
+
+def test_smollm2_shows_tools_their_calls_and_their_results(directory: Path) -> None:
+    text = with_template(directory, CHAT_TEMPLATE).render([USER, CALLED, *RESULTS], [TOOL])
+    assert "trained by Hugging Face\n\n# Tools" in text
+    assert '<tools>\n{"type": "function", "function": {"name": "add"' in text
+    assert text.endswith(
+        "<|im_start|>assistant\n"
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\n1\n</tool_response>\n"
+        "<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_template_that_ignores_tools_is_recognised(directory: Path) -> None:
+    ignoring = with_template(directory, SMOLLM2_ORIGINAL)
+    assert not ignoring.shows_tools and not ignoring.shows_tool_calls
+    showing = with_template(directory, CHAT_TEMPLATE)
+    assert showing.shows_tools and showing.shows_tool_calls
+    refusing = with_template(directory, "{{ raise_exception('no tools') }}")
+    assert refusing.shows_tools and refusing.shows_tool_calls
+
+
+def test_a_developer_message_is_a_system_message_unless_the_template_knows_it(
+    directory: Path,
+) -> None:
+    messages = [{"role": "developer", "content": "Be brief."}]
+    template = "{% for m in messages %}{{ m.role }} {% endfor %}"
+    assert with_template(directory, template).render(messages) == "system "
+    assert with_template(directory, template + "{# developer #}").render(messages) == "developer "

@@ -23,9 +23,7 @@ TOOLS = [ADD, STRICT, PING]
 
 
 def call(name: str, **arguments: Any) -> str:
-    return (
-        f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
-    )
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
 
 
 def named(name: str) -> dict[str, Any]:

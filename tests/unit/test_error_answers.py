@@ -1,0 +1,107 @@
+"""What a client reads when a request fails, on an app without workers."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from trainer.config import ServerConfig
+from trainer.server.app import create_app
+from trainer.server.backend import Backend
+
+PAGE = "`docs/api.md` lists what is served"
+
+
+def client(tmp_path: Path, **settings: bool) -> httpx.AsyncClient:
+    config = ServerConfig(state_dir=str(tmp_path), **settings)
+    app = httpx.ASGITransport(create_app(config, Backend(config, openai_port=8000)))
+    return httpx.AsyncClient(transport=app, base_url="http://127.0.0.1")
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with client(tmp_path) as connected:
+        yield connected
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/v1/embeddings", "another provider"),
+        ("/v1/audio/speech", "Only text"),
+        ("/v1/images/generations", "Only text"),
+        ("/v1/assistants", "`/v1/chat/completions`"),
+        ("/v1/threads/t/runs", "`/v1/chat/completions`"),
+        ("/v1/files", "stored"),
+        ("/v1/moderations", "Moderate"),
+        ("/v1/fine_tuning/jobs", "ART client"),
+        ("/rollouts/r/v1/embeddings", "another provider"),
+        ("/chat/completions", "must end with `/v1`"),
+        ("/v1/v1/chat/completions", "twice"),
+        ("/openai/deployments/m/chat/completions", "Azure"),
+        ("/api/chat", "Ollama"),
+        ("/nowhere", PAGE),
+    ],
+)
+async def test_a_route_that_is_not_served_names_the_alternative(
+    server: httpx.AsyncClient, path: str, hint: str
+) -> None:
+    answer = await server.post(path, json={})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (404, "not_found_error")
+    assert hint in error["hint"] and PAGE in error["hint"] and path in error["message"]
+
+
+async def test_an_invalid_field_is_named_as_openai_names_it(server: httpx.AsyncClient) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "top_logprobs": 99}
+    answer = await server.post("/v1/chat/completions", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+    assert (error["param"], error["code"]) == ("top_logprobs", "invalid_value")
+    assert "`top_logprobs`" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "kind", "code"),
+    [
+        ("/v1/models/none", 404, "not_found_error", "not_found"),
+        ("/v1/chat/completions", 405, "invalid_request_error", None),
+    ],
+)
+async def test_the_type_of_an_error_follows_from_its_status(
+    server: httpx.AsyncClient, path: str, status: int, kind: str, code: str | None
+) -> None:
+    answer = await server.get(path)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["type"], error["code"]) == (status, kind, code)
+    assert error["hint"]
+
+
+async def test_a_server_that_is_not_ready_is_a_server_error(server: httpx.AsyncClient) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    answer = await server.post("/v1/chat/completions", json=body)
+    kind = {404: "not_found_error", 503: "server_error"}[answer.status_code]
+    assert answer.json()["error"]["type"] == kind
+
+
+@pytest.mark.parametrize(
+    ("cors", "origin", "allowed"),
+    [
+        (False, "http://localhost:3000", False),
+        (True, "http://localhost:3000", True),
+        (True, "http://127.0.0.1:5173", True),
+        (True, "http://[::1]:5173", True),
+        (True, "https://example.com", False),
+        (True, "http://localhost.example.com", False),
+    ],
+)
+async def test_browsers_may_call_from_loopback_pages_where_asked(
+    tmp_path: Path, cors: bool, origin: str, allowed: bool
+) -> None:
+    headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+    async with client(tmp_path, cors=cors) as connected:
+        preflight = await connected.options("/v1/chat/completions", headers=headers)
+        answer = await connected.get("/health", headers={"Origin": origin})
+    for response in (preflight, answer):
+        assert (response.headers.get("access-control-allow-origin") == origin) is allowed
