@@ -22,7 +22,7 @@ from trainer.server.disconnects import LEFT, ClientLeft
 from trainer.server.error_answers import add_handlers
 from trainer.server.lease import unpulled_warnings, watch_lease
 from trainer.server.messages.errors import AnthropicErrors
-from trainer.server.routes import art, messages, openai, preview, responses, rollouts
+from trainer.server.routes import art, completions, messages, openai, preview, responses, rollouts
 from trainer.server.template_limits import HEADER
 from trainer.server.workers import WrapEngine
 
@@ -61,7 +61,7 @@ def create_app(config: ServerConfig, backend: Backend) -> FastAPI:
     app.include_router(art.routes(backend))
     app.include_router(preview.routes(backend))
     app.include_router(rollouts.routes(backend))
-    for api in (openai, responses, messages):
+    for api in (openai, completions, responses, messages):
         router = api.routes(backend)
         app.include_router(router)
         app.include_router(router, prefix="/rollouts/{rollout}")

@@ -78,6 +78,10 @@ class ChatAnswer:
             **({"warnings": self.warnings} if self.warnings else {}),
         }
 
+    def choices(self) -> list[Delta]:
+        """What was sampled of each choice so far."""
+        return [choice for _, choice in sorted(self._choices.items())]
+
     def conversation(self) -> Json:
         """The messages and their answer, as the record of a rollout keeps them."""
         return {

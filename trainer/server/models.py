@@ -79,13 +79,14 @@ class Model:
         limit = request.max_tokens
         if self.max_seq_length is not None:
             room = self.max_seq_length - len(request.prompt_ids)
-            if room <= 0 or (limit or 0) > room:
+            needed = 1 if limit is None else limit
+            if needed > room:
                 raise BadRequest(
-                    f"{len(request.prompt_ids)} prompt tokens and `max_tokens` {limit or 1} do not "
+                    f"{len(request.prompt_ids)} prompt tokens and `max_tokens` {needed} do not "
                     f"fit the model's `max_seq_length` of {self.max_seq_length}",
                     hint="Shorten the messages, or raise `max_seq_length` in `init_args`",
                 )
-            limit = limit or room
+            limit = room if limit is None else limit
         return dataclasses.replace(request, lora=self.lora_name(step), max_tokens=limit)
 
     @contextmanager
