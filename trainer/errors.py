@@ -48,7 +48,7 @@ class BadRequest(TrainerError):
 
 class Unsupported(BadRequest):
     code = "unsupported_parameter"
-    hint = "Remove it; `docs/api.md` lists what is supported"
+    hint = "Remove it"
 
 
 class NotFound(TrainerError):

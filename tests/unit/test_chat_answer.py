@@ -53,8 +53,9 @@ def test_calls_stream_as_they_complete(tokenizer: Tokenizer, choice: Any, reason
 
 
 def test_a_message_of_calls_alone_has_no_content(tokenizer: Tokenizer) -> None:
-    built, _ = answer(tokenizer, f"\n{CALL}\n{CALL}\n", tools=[TOOL])
+    built, chunks = answer(tokenizer, f"\n{CALL}\n{CALL}\n", tools=[TOOL])
     assert built.whole()["choices"][0]["message"]["content"] is None
+    assert {chunk["delta"]["content"] for chunk in chunks} == {None}
 
 
 def test_without_tools_a_call_is_text(tokenizer: Tokenizer) -> None:

@@ -153,3 +153,11 @@ def test_a_developer_message_is_a_system_message_unless_the_template_knows_it(
     template = "{% for m in messages %}{{ m.role }} {% endfor %}"
     assert with_template(directory, template).render(messages) == "system "
     assert with_template(directory, template + "{# developer #}").render(messages) == "developer "
+
+
+def test_calls_in_openais_older_form_are_rendered_too(directory: Path) -> None:
+    call = {"name": "add", "arguments": "{}"}
+    result = {"content": "2", "name": "add"}
+    old = [{"role": "assistant", "function_call": call}, {"role": "function", **result}]
+    new = [{"role": "assistant", "tool_calls": [{"function": call}]}, {"role": "tool", **result}]
+    assert Tokenizer(directory).render([USER, *old]) == Tokenizer(directory).render([USER, *new])

@@ -198,7 +198,12 @@ def normalise(message: Message) -> dict[str, Any]:
     if isinstance(content, list):
         content = "".join(_text(part) for part in content)
     result = {**message, "content": content or ""}
-    if calls := message.get("tool_calls"):
+    calls = message.get("tool_calls")
+    if function := message.get("function_call"):  # OpenAI's older form of a call and its result
+        calls = [{"type": "function", "function": function}]
+    if message.get("role") == "function":
+        result["role"] = "tool"
+    if calls:
         result["tool_calls"] = [_tool_call(call) for call in calls]
     else:
         result.pop("tool_calls", None)

@@ -41,16 +41,17 @@ class ChatAnswer:
         begins = first or not self._choices[delta.index].token_ids
         parser = self._parsers.setdefault(delta.index, ToolCallParser())
         sent = len(parser.calls)
-        if self._request.tool_use.functions:
+        may_call = bool(self._request.tool_use.functions)
+        if may_call:
             delta.text = parser.add(delta.text) + (parser.finish() if delta.finish_reason else "")
         self._choices.setdefault(delta.index, Delta(delta.index)).extend(delta)
         message: Json = {"role": "assistant"} if first else {}
-        message["content"] = delta.text
+        # With a string in every chunk, a message of calls alone would end up with one.
+        message["content"] = (delta.text or None) if may_call else delta.text
         if new := parser.calls[sent:]:
             message["tool_calls"] = [
                 {"index": number, **call} for number, call in enumerate(new, start=sent)
             ]
-            message["content"] = delta.text or None
         chunk = self._object("chat.completion.chunk")
         if first and len(self._choices) == 1:
             chunk["prompt_token_ids"] = self._prompt_ids

@@ -46,6 +46,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "documents": ([],),
     "functions": ([],),
+    "extra_body": ({},),
 }
 HINTS = {
     "functions": "Send `tools`, which replaced it; in a framework, choose its tool-calling agent",
@@ -63,7 +64,6 @@ HINTS = {
     "input": "Send `messages`, or use `/v1/responses`",
     "extra_body": "Send its fields as fields of the request itself",
 }
-SEE_ALSO = "`docs/api.md` lists what is served"
 EXTRA_FIELDS = ("engine_data",)  # of `nvext`; openpipe-art 0.5.23 sends it to every server
 
 
@@ -78,7 +78,7 @@ def refuse_unknown(fields: Json) -> None:
         hint = HINTS.get(key) or (
             f"Remove `{key}` from the agent's model settings (extra body, model kwargs)"
         )
-        raise Unsupported(f"`{key}` is not supported", hint=f"{hint}; {SEE_ALSO}", param=key)
+        raise Unsupported(f"`{key}` is not supported", hint=hint, param=key)
 
 
 def _check_nvext(value: Any) -> None:
@@ -91,6 +91,6 @@ def _check_nvext(value: Any) -> None:
             value = f" `{unknown[0]}`" if key == "extra_fields" else ""
             raise Unsupported(
                 f"`{place}`{value} is not supported",
-                hint=f'Only `{{"extra_fields": ["engine_data"]}}` is taken; {SEE_ALSO}',
+                hint='Only `{"extra_fields": ["engine_data"]}` is taken',
                 param=place,
             )

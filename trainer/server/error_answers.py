@@ -1,6 +1,5 @@
 """Errors as JSON: ART's clients and curl read `detail`, OpenAI's and Anthropic's read `error`."""
 
-import logging
 import re
 
 from fastapi import FastAPI, Request
@@ -10,8 +9,8 @@ from starlette.exceptions import HTTPException
 
 from kit.errors import KitError
 from kit.types import Json
+from trainer.errors import Unsupported
 
-logger = logging.getLogger(__name__)
 PAGE = "`docs/api.md` lists what is served"
 _TYPES = {
     401: "authentication_error",
@@ -76,11 +75,15 @@ def add_handlers(app: FastAPI) -> None:
     """Turn every error of a route into an error response."""
 
     @app.exception_handler(KitError)
-    async def kit_error(_: Request, fault: KitError) -> JSONResponse:
+    async def kit_error(request: Request, fault: KitError) -> JSONResponse:
+        hint = fault.hint
+        served = isinstance(fault, Unsupported) and _AGENT_API.match(request.url.path)
+        if served and PAGE not in hint:
+            hint = f"{hint}; {PAGE}"
         return error(
             getattr(fault, "status", 500),
             fault.message,
-            fault.hint,
+            hint,
             param=getattr(fault, "param", None),
             code=getattr(fault, "code", None),
         )

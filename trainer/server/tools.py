@@ -42,7 +42,7 @@ def tool_use(tools: list[Json] | None, choice: Any, parallel: bool | None) -> To
             return ToolUse()
         case "required" | "any":  # `any` is Mistral's word, which several frameworks send
             return ToolUse(_at_least_one(functions), required=True, parallel=parallel)
-        case {"type": "function", "function": {"name": str(name)}}:
+        case {"function": {"name": str(name)}}:
             chosen = _select(functions, [name])
             return ToolUse(chosen, required=True, named=True, parallel=False)
         case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(allowed)}}:
