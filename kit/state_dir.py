@@ -2,6 +2,7 @@
 
     .art/pulled                                          checkpoints that were pulled
     .art/logs/engine.log                                 one file per worker process
+    .art/PROJECT/models/NAME/run.json                    the names of a run that has two
     .art/PROJECT/models/NAME/history.jsonl               metrics, one object per line
     .art/PROJECT/models/NAME/trajectories/SPLIT/0007.jsonl
     .art/PROJECT/models/NAME/checkpoints/0007/           one checkpoint, see `kit.manifest`
@@ -20,6 +21,8 @@ MODELS = "models"
 CHECKPOINTS = "checkpoints"
 TRAJECTORIES = "trajectories"
 HISTORY = "history.jsonl"
+RUN = "run.json"
+"""File with the `name` and `run_name` of a model; one that was stored under `name` has none."""
 
 MODEL_GLOB = f"*/{MODELS}/*"
 """Every model's directory, relative to the state directory."""

@@ -105,6 +105,9 @@ class GrpoConfig(Config):
     """Weight of the penalty for moving away from the reference."""
     kl_penalty: Literal["advantage", "k3"] = "advantage"
     """Shape the advantages as ART does, or add the k3 estimate to the loss."""
+    kl_penalty_source: Literal["current_learner", "sample"] = "current_learner"
+    """Logprobs that the penalty compares with the reference's: those of the weights in training, or
+    those with which the tokens were sampled."""
     kl_ref_adapter_path: str | None = None
     """Checkpoint to use as the reference; None means the base model."""
 
@@ -129,6 +132,8 @@ class GrpoConfig(Config):
             raise ValueError("dual_clip needs ppo")
         if self.kl_ref_adapter_path is not None and not self.kl_penalty_coef:
             raise ValueError("kl_ref_adapter_path needs kl_penalty_coef")
+        if self.kl_penalty_source == "sample" and self.kl_penalty == "k3":
+            raise ValueError("kl_penalty_source `sample` needs kl_penalty `advantage`")
         return self
 
     @property
@@ -148,6 +153,8 @@ class SftConfig(Config):
     """AdamW learning rate: one for all gradient steps, or one for each."""
     batch_size: int | Literal["auto"] = "auto"
     """Trajectories in one gradient step; `auto` means 2, as in ART."""
+    assistant_turns: Literal["all", "last"] = "all"
+    """Train on every assistant message, or only on the last, which must end the conversation."""
     max_seq_length: int | None = Field(None, ge=16)
     """Maximum tokens of a sequence; longer trajectories are dropped and counted. None means the
     model's limit."""

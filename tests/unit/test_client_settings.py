@@ -8,14 +8,9 @@ import pytest
 
 from trainer.config import LoraConfig, ServerConfig
 from trainer.errors import BadRequest, NotFound, Unsupported
-from trainer.server.client_settings import (
-    check_internal_config,
-    grpo_config,
-    inference_key,
-    lora_config,
-    max_seq_length,
-)
+from trainer.server.client_settings import check_internal_config, inference_key, lora_config
 from trainer.server.models import Model
+from trainer.server.step_settings import grpo_config, max_seq_length
 from trainer.server.wire import ModelWire, TrainRequest
 
 
@@ -25,7 +20,7 @@ def model(**internal: Any) -> ModelWire:
     )
 
 
-def step(config: Any = None, dev_config: Any = None, **internal: Any) -> Any:
+def step(config: Any = None, dev_config: Any = None, at: Any = None, **internal: Any) -> Any:
     request = TrainRequest(
         model=model(**internal),
         trajectory_groups=[],
@@ -33,7 +28,9 @@ def step(config: Any = None, dev_config: Any = None, **internal: Any) -> Any:
         dev_config=dev_config or {},
         digest="",
     )
-    return grpo_config(request, Model("p", "m", Path("m"), LoraConfig(), steps={0: "", 3: ""}))
+    steps = at or {0: "", 3: ""}
+    run = Model("p", "m", Path("m"), LoraConfig(), step=max(steps), steps=steps)
+    return grpo_config(request, run)
 
 
 def test_the_settings_of_nats_guide_are_accepted() -> None:
@@ -75,9 +72,58 @@ def test_tinkers_settings_of_optimizer_and_loss_take_effect() -> None:
 def test_the_reference_is_the_checkpoint_of_the_named_step() -> None:
     config = {"kl_penalty_coef": 0.1, "kl_penalty_reference_step": 3}
     assert step(dev_config=config).kl_ref_adapter_path == "m/checkpoints/0003"
-    for absent in (2, "3", [3]):
-        with pytest.raises(NotFound, match=r"`kl_penalty_reference_step`.*no such checkpoint"):
-            step(dev_config={**config, "kl_penalty_reference_step": absent})
+    with pytest.raises(NotFound, match=r"`kl_penalty_reference_step`.*no such checkpoint"):
+        step(dev_config={**config, "kl_penalty_reference_step": 2})
+    for wrong in ("3", [3], -1, True):
+        with pytest.raises(BadRequest, match="`kl_penalty_reference_step` is"):
+            step(dev_config={**config, "kl_penalty_reference_step": wrong})
+
+
+def test_the_reference_may_lag_behind_the_policy_and_starts_at_the_base_model() -> None:
+    config = {"kl_penalty_coef": 0.1, "kl_penalty_step_lag": 2}
+    at = {0: "", 3: "", 4: "", 5: ""}
+    assert step(dev_config=config, at=at).kl_ref_adapter_path == "m/checkpoints/0003"
+    config["kl_penalty_step_lag"] = 9
+    assert step(dev_config=config, at=at).kl_ref_adapter_path == "m/checkpoints/0000"
+    assert step(dev_config=config, at={3: ""}).kl_ref_adapter_path is None
+    with pytest.raises(BadRequest, match="Both"):
+        step(dev_config={**config, "kl_penalty_reference_step": 3})
+    with pytest.raises(BadRequest, match="`kl_penalty_step_lag` needs `kl_penalty_coef`"):
+        step(dev_config={"kl_penalty_step_lag": 2})
+
+
+def test_the_settings_of_art_0_5_23_act_by_their_own_names() -> None:
+    sent = {"loss_fn": "ppo", "ppo": True, "normalize_advantages": True, "scale_rewards": True}
+    config = step(dev_config={**sent, "kl_penalty_coef": 0.1, "kl_penalty_source": "sample"})
+    assert config.ppo and config.scale_rewards and config.kl_penalty_source == "sample"
+    kept = {"optimizer_save_interval": 5, "final_training_step": 9, "save_checkpoint": False}
+    assert step(dev_config={"loss_fn": "cispo", **kept}) == step(dev_config={"ppo": False})
+    for clash in ({"loss_fn": "ppo", "ppo": False}, {**sent, "scale_rewards": False}):
+        with pytest.raises(BadRequest, match="disagree"):
+            step(dev_config=clash)
+    with pytest.raises(Unsupported, match="`loss_fn` is `dro`"):
+        step(dev_config={"loss_fn": "dro"})
+    with pytest.raises(BadRequest, match="`optimizer_save_interval` is `0`"):
+        step(dev_config={"optimizer_save_interval": 0})
+    with pytest.raises(BadRequest, match="moe_routing_replay_path"):
+        step(dev_config={"moe_routing_replay_path": "x"})
+
+
+def test_lora_config_is_what_peft_args_were() -> None:
+    sent = {"rank": 4, "alpha": 8, "target_modules": ["q_proj"], "random_state": 7, "dropout": 0.0}
+    wire = model().model_copy(update={"lora_config": sent})
+    check_internal_config(wire, "embedded")
+    wanted = LoraConfig(rank=4, alpha=8, targets=("q_proj",), seed=7)
+    assert lora_config(wire, LoraConfig()) == wanted
+    old = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "random_state": 7}
+    assert lora_config(model(peft_args=old), LoraConfig()) == wanted
+    for name, value in {"dropout": 0.1, "modules_to_save": ["lm_head"], "colour": 1}.items():
+        wire = model().model_copy(update={"lora_config": {name: value}})
+        with pytest.raises(Unsupported, match=f"`lora_config.{name}`"):
+            check_internal_config(wire, "embedded")
+    both = model(peft_args={"r": 4}).model_copy(update={"lora_config": {"rank": 4}})
+    with pytest.raises(BadRequest, match="Both"):
+        lora_config(both, LoraConfig())
 
 
 def test_the_models_length_limit_applies_to_its_trajectories() -> None:

@@ -43,7 +43,11 @@ def slow_loss(given: LossInputs, config: GrpoConfig) -> Tensor:
     old = [new[i].detach() if i == UNKNOWN else given.old_logprobs[i] for i in range(n)]
     drift = None
     if given.reference_logprobs is not None:
-        drift = [(new[i] - given.reference_logprobs[i]).detach() for i in range(n)]
+        sampled = config.kl_penalty_source == "sample"
+        source = [
+            given.sampler_logprobs[i] if sampled and i != UNKNOWN else new[i] for i in range(n)
+        ]
+        drift = [(source[i] - given.reference_logprobs[i]).detach() for i in range(n)]
     total = torch.zeros((), dtype=torch.float64)
     for i in range(n):
         advantage = given.advantages[i]
@@ -103,6 +107,7 @@ def slow_loss(given: LossInputs, config: GrpoConfig) -> Tensor:
         {"truncated_importance_sampling": 1.1},
         {"truncated_importance_sampling": 1.1, "ppo": True},
         {"kl_penalty_coef": 0.2},
+        {"kl_penalty_coef": 0.2, "kl_penalty_source": "sample"},
         {"kl_penalty_coef": 0.2, "kl_penalty": "k3"},
         {"kl_penalty_coef": 0.2, "kl_penalty": "k3", "ppo": True, "kimi_k2_tau": 0.1},
     ],

@@ -37,6 +37,16 @@ def test_only_assistant_messages_and_their_ends_of_turn_are_trained() -> None:
     assert prepared.metrics["data/step_trainer_tokens"] == len(trained)
 
 
+def test_only_the_last_turn_is_trained_if_it_is_the_assistants() -> None:
+    tokenizer = Tokenizer(resolve("tiny-random"))
+    config = SftConfig(assistant_turns="last")
+    _, [[sample]] = prepare_sft(tokenizer, groups(TALK), config, limit=1000)
+    trained = [token for token, chosen in zip(sample.ids, sample.mask, strict=True) if chosen]
+    assert tokenizer.decode(trained) == "Bye<|im_end|>"
+    with pytest.raises(BadRequest, match="Trajectory `1` ends with a `user` message"):
+        prepare_sft(tokenizer, groups(TALK, TALK[:4]), config, limit=1000)
+
+
 def test_trajectories_without_assistant_messages_or_too_long_are_dropped_and_counted() -> None:
     tokenizer = Tokenizer(resolve("tiny-random"))
     talks = [TALK, TALK[:2], [*TALK, {"role": "assistant", "content": "x" * 500}], TALK, TALK]

@@ -1,22 +1,24 @@
-"""`ArtBackend`: an `art.Backend` for openpipe-art 0.5.18 that trains over HTTP.
+"""`ArtBackend`: an `art.Backend` for openpipe-art 0.5.18 and later that trains over HTTP.
 
-That release no longer has a client for the control API. This module provides one:
+These releases have no client for the control API. This module provides one:
 
     backend = ArtBackend("http://127.0.0.1:7999")  # or `ART_BASE_URL`
     await model.register(backend)
     result = await backend.train(model, groups, learning_rate=1e-5)
 """
 
+import asyncio
 import json
 import logging
 import os
 from collections.abc import AsyncIterator, Iterable
-from typing import Any
+from contextlib import asynccontextmanager
+from typing import Any, cast
 
 import httpx
 
 from kit.types import Json
-from trainer.errors import BadRequest, Conflict, NotFound, NotReady, TrainerError, Unsupported
+from trainer.errors import BadRequest, Conflict, NotFound, NotReady, TrainerError
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +47,45 @@ class ArtBackend:
         return base_url, api_key
 
     def _model_inference_name(self, model: Any, step: int | None = None) -> str:
-        """Return `NAME@STEP`. The default step is the newest that this client has seen."""
-        newest = self._steps.get((model.project, model.name), 0)
-        return f"{model.name}@{newest if step is None else step}"
+        """Return `RUN@STEP`. The default is the leased step, or the newest that was seen."""
+        run = _run(model)
+        if step is None:
+            step = _pinned_step(run)
+        newest = self._steps.get((model.project, run), 0)
+        return f"{run}@{newest if step is None else step}"
 
     async def _get_step(self, model: Any) -> int:
         step = int(await self._post("/_get_step", _wire(model)))
-        self._steps[model.project, model.name] = step
+        self._steps[model.project, _run(model)] = step
         return step
+
+    @asynccontextmanager
+    async def exact_adapter_lease(self, model: Any, step: int) -> AsyncIterator[None]:
+        """Sample from `step` inside the block, and keep its checkpoint until the block ends.
+
+        Raises NotFound if the server has no such checkpoint.
+        """
+        from art.adapter_leases import pin_inference_step
+
+        body = {"model": _wire(model), "step": step}
+        lease = await self._post("/_lease_checkpoint", body)
+        renewal = asyncio.create_task(self._renew({**body, **lease}))
+        try:
+            async with pin_inference_step(_run(model), step):
+                yield
+        finally:
+            renewal.cancel()
+            await self._post("/_release_checkpoint", {**body, **lease})
+
+    adapter_lease = exact_adapter_lease
+
+    async def _renew(self, lease: Json) -> None:
+        while True:
+            await asyncio.sleep(lease["seconds"] / 3)
+            try:
+                await self._post("/_lease_checkpoint", lease)
+            except TrainerError as error:  # the next attempt may succeed in time
+                logger.warning("the lease of step %s was not renewed: %s", lease["step"], error)
 
     def supports_automatic_train_step_metrics(self) -> bool:
         """Have ART add `time/step_wall_s` to the metrics of each logged step."""
@@ -99,10 +132,12 @@ class ArtBackend:
         verbose: bool = False,
     ) -> AsyncIterator[dict[str, float]]:
         """Train one step on the assistant turns of `trajectories`; yield a row per batch."""
+        settings = {**_plain(config), **_plain(dev_config)}
+        settings.pop("metric_logging", None)  # it concerns backends that log in ART's place
         body = {
             "model": _wire(model),
             "trajectories": [trajectory.model_dump(mode="json") for trajectory in trajectories],
-            "config": {**_plain(config), **_plain(dev_config)},
+            "config": settings,
             "verbose": verbose,
         }
         async for row in self._rows("/_train_sft", body):
@@ -164,6 +199,20 @@ def _wire(model: Any) -> Json:
     return dict(model.safe_model_dump(mode="json"))
 
 
+def _run(model: Any) -> str:
+    """Return the name under which the run is stored; before 0.5.19 a model has one name."""
+    return str(getattr(model, "run_name", None) or model.name)
+
+
+def _pinned_step(run: str) -> int | None:
+    """Return the step that a lease around this call pins."""
+    try:
+        from art.adapter_leases import pinned_inference_step
+    except ImportError:  # openpipe-art 0.5.18 has no leases
+        return None
+    return cast(int | None, pinned_inference_step(run))
+
+
 def _plain(config: Any) -> Json:
     """Return a config of ART's (a model, a dict or None) as a dict without nulls."""
     values = config.model_dump(mode="json") if hasattr(config, "model_dump") else config or {}
@@ -171,19 +220,10 @@ def _plain(config: Any) -> Json:
 
 
 def _settings(arguments: Json) -> Json:
-    """Translate arguments of ART's `train` to settings of a step; others pass unchanged."""
+    """Translate arguments of ART's `train` to JSON; the server translates their names."""
     settings = dict(arguments)
     if "adam_params" in settings:
         settings["adam_params"] = _plain(settings["adam_params"])  # an object in Tinker
-    if "loss_fn" in settings:
-        loss = settings.pop("loss_fn")
-        if loss not in ("cispo", "ppo"):
-            raise Unsupported(f"`loss_fn` is `{loss}`", hint="Use `cispo` or `ppo`")
-        settings["ppo"] = loss == "ppo"
-    if (normalized := settings.pop("normalize_advantages", None)) is not None:
-        settings["scale_rewards"] = normalized  # ART has two names for this setting
-    if not settings.pop("save_checkpoint", True):
-        logger.warning("`save_checkpoint=False`: the server saves a checkpoint of every step")
     return settings
 
 

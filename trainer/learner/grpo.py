@@ -50,7 +50,7 @@ def grpo_loss(inputs: LossInputs, config: GrpoConfig) -> LossOutput:
     if config.kimi_k2_tau is not None:
         advantages = advantages - config.kimi_k2_tau * log_ratio.detach()
     if inputs.reference_logprobs is not None and config.kl_penalty == "advantage":
-        drift = (new - inputs.reference_logprobs).detach()
+        drift = (_kl_source(inputs, config) - inputs.reference_logprobs).detach()
         advantages = advantages + config.kl_penalty_coef * (drift.mean() - drift)
 
     clipped = ratio.clamp(low, high)
@@ -71,8 +71,16 @@ def grpo_loss(inputs: LossInputs, config: GrpoConfig) -> LossOutput:
     if inputs.reference_logprobs is not None and config.kl_penalty == "k3":
         loss = loss + config.kl_penalty_coef * k3(new, inputs.reference_logprobs)
     return LossOutput(
-        (loss * inputs.weights).sum(), _metrics(inputs, old, loss, was_clipped, ratio)
+        (loss * inputs.weights).sum(), _metrics(inputs, config, old, loss, was_clipped, ratio)
     )
+
+
+def _kl_source(inputs: LossInputs, config: GrpoConfig) -> Tensor:
+    """[N] logprobs that the KL penalty compares with the reference's."""
+    new, sampler = inputs.logprobs.detach(), inputs.sampler_logprobs
+    if config.kl_penalty_source == "current_learner":
+        return new
+    return torch.where(sampler.isnan(), new, sampler)
 
 
 def importance_ratio(log_ratio: Tensor, sequences: Tensor, config: GrpoConfig) -> Tensor:
@@ -109,7 +117,12 @@ def k3(new: Tensor, other: Tensor) -> Tensor:
 
 
 def _metrics(
-    inputs: LossInputs, old: Tensor, loss: Tensor, was_clipped: Tensor, ratio: Tensor
+    inputs: LossInputs,
+    config: GrpoConfig,
+    old: Tensor,
+    loss: Tensor,
+    was_clipped: Tensor,
+    ratio: Tensor,
 ) -> dict[str, Tensor]:
     with torch.no_grad():
         new, weights = inputs.logprobs.detach(), inputs.weights
@@ -125,5 +138,6 @@ def _metrics(
             "loss/sampler_gap": (new - sampler).abs().sum(),
         }
         if inputs.reference_logprobs is not None:
-            metrics["loss/kl_policy_ref"] = (new - inputs.reference_logprobs).sum()
+            drift = _kl_source(inputs, config) - inputs.reference_logprobs
+            metrics["loss/kl_policy_ref"] = drift.sum()
     return metrics

@@ -7,6 +7,7 @@ is -logprob per token: the cross-entropy.
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from trainer.base_model.tokenizer import Tokenizer
@@ -27,7 +28,7 @@ def prepare_sft(
     trajectories = [member for group in groups for member in group.get("trajectories") or []]
     kept: list[list[Sample]] = []
     for number, trajectory in enumerate(trajectories):
-        samples = _samples(tokenizer, trajectory, number)
+        samples = _samples(tokenizer, trajectory, number, config.assistant_turns == "last")
         if not samples:
             prepared.drop("no_trainable_tokens", 0, trajectory=number)
         elif any(len(sample.ids) > limit for sample in samples):
@@ -57,9 +58,12 @@ def prepare_sft(
     return prepared, batches
 
 
-def _samples(tokenizer: Tokenizer, trajectory: Mapping[str, Any], number: int) -> list[Sample]:
+def _samples(
+    tokenizer: Tokenizer, trajectory: Mapping[str, Any], number: int, only_last: bool
+) -> list[Sample]:
     histories = [trajectory, *(trajectory.get("additional_histories") or [])]
-    converted = [{**history, "messages_and_choices": _as_choices(history)} for history in histories]
+    convert = partial(_last_as_choice, number=number) if only_last else _as_choices
+    converted = [{**history, "messages_and_choices": convert(history)} for history in histories]
     whole = {**converted[0], "additional_histories": converted[1:]}
     tokenized = tokenize_trajectory(tokenizer, whole, allow_without_logprobs=True)
     return [
@@ -82,3 +86,14 @@ def _as_choices(history: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         {"finish_reason": "stop", "message": item} if item.get("role") == "assistant" else item
         for item in history.get("messages_and_choices") or []
     ]
+
+
+def _last_as_choice(history: Mapping[str, Any], number: int) -> list[Mapping[str, Any]]:
+    """The messages, with only the last one as a choice."""
+    items = [item.get("message") or item for item in history.get("messages_and_choices") or []]
+    if items and items[-1].get("role") != "assistant":
+        raise BadRequest(
+            f"Trajectory `{number}` ends with a `{items[-1].get('role')}` message",
+            hint="With `assistant_turns: last` the last message must be the assistant's",
+        )
+    return [*items[:-1], *_as_choices({"messages_and_choices": items[-1:]})]

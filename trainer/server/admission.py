@@ -6,6 +6,7 @@ from collections import defaultdict
 
 from trainer.config import StepConfig
 from trainer.errors import Conflict
+from trainer.server import captured
 from trainer.server.journal import JournaledRequest
 from trainer.server.ledger import Ledger
 from trainer.server.models import Model
@@ -70,6 +71,9 @@ class Admission:
             return self.start(model, journaled)
 
     def _write(self, model: Model, request: JournaledRequest) -> None:
+        supervised = request.config.get("kind") == "sft"
+        choices = captured.to_histories(request.groups, supervised=supervised)
+        captured.check(choices, self._ledger, model.key)
         self._ledger.recall(request.groups)
         model.journal.begin(request)
         self._ledger.forget(model.key, before=request.step - MATCHED_STEPS)

@@ -15,18 +15,14 @@ from trainer.errors import BadRequest, TrainerError
 from trainer.exact_tokens import new_choice_id
 from trainer.server import history
 from trainer.server.admission import Admission
-from trainer.server.client_settings import (
-    check_internal_config,
-    lora_config,
-    max_seq_length,
-    step_config,
-)
+from trainer.server.client_settings import check_internal_config, lora_config
 from trainer.server.journal import interrupted
 from trainer.server.ledger import Entry, Ledger
 from trainer.server.models import Model, Models
 from trainer.server.reports import Reports
 from trainer.server.responses.store import ResponseStore
 from trainer.server.rollouts import Rollouts
+from trainer.server.step_settings import max_seq_length, step_config
 from trainer.server.storage import Storage
 from trainer.server.training import Training
 from trainer.server.wire import ModelWire, TrainRequest
@@ -83,7 +79,7 @@ class Backend:
             try:
                 await self.prepare(wire)
             except TrainerError as error:  # the other models are still served
-                logger.warning("%s is not served again: %s", wire.name, error.message)
+                logger.warning("%s is not served again: %s", wire.run, error.message)
 
     async def stop(self) -> None:
         """Stop everything; a second call does nothing."""
@@ -202,4 +198,4 @@ class Backend:
         step = self.models.get(wire).step if wire.trainable else 0
         directory = self.models.directory(wire)
         line = await asyncio.to_thread(history.log, directory, step, groups, split)
-        self.reports.wandb.send(wire.project, wire.name, step, line)
+        self.reports.wandb.send(wire.project, wire.run, step, line)

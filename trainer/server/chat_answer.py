@@ -10,6 +10,7 @@ from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.engine import Delta
 from trainer.exact_tokens import CHOICE_ID, PREFIX
 from trainer.server.chat import ChatRequest
+from trainer.server.policy_spans import policy_spans
 from trainer.server.tool_calls import ToolCallParser
 
 
@@ -136,12 +137,19 @@ class ChatAnswer:
             "finish_reason": "tool_calls" if by_choice else delta.finish_reason,
             "token_ids": delta.token_ids,
             "logprobs": {"content": content, "refusal": None},
+            **self._spans(delta),
         }
 
     def _top(self, token: int, logprob: float) -> Json:
         # The token's bytes let a client read it; its name is its id, as everywhere.
         spelled = list(self._tokenizer.token_bytes(token))
         return {"token": f"{PREFIX}{token}", "logprob": logprob, "bytes": spelled}
+
+    def _spans(self, delta: Delta) -> Json:
+        end = len(self._choices[delta.index].token_ids)
+        start = end - len(delta.token_ids)
+        prompt = len(self._prompt_ids)
+        return policy_spans(self._request.model, self._step, prompt=prompt, start=start, end=end)
 
 
 def _event(value: Json) -> str:

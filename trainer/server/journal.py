@@ -5,6 +5,7 @@ the step again, or only delivers the answer if the checkpoint exists. A delivere
 until its checkpoint is synced, so that a power cut loses no step.
 """
 
+import dataclasses
 import json
 import logging
 import os
@@ -135,4 +136,8 @@ def interrupted(state: Path, base_model: str | None) -> Iterator[JournaledReques
         request = journal.pending() or journal.unsynced()
         if request and request.base_model == base_model:
             logger.info("resuming step %s of %s", request.step, directory.name)
+            if (request.model.get("run_name") or request.model["name"]) != directory.name:
+                # The run was moved to its new name after this request was written.
+                model = {**request.model, "run_name": directory.name}
+                request = dataclasses.replace(request, model=model)
             yield request

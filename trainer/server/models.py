@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import re
 import shutil
 from collections import Counter
@@ -13,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from kit.manifest import damage, read_manifest
-from kit.state_dir import CHECKPOINTS, model_path
+from kit.state_dir import CHECKPOINTS, RUN, model_path
 from trainer import checkpoint
 from trainer.config import LoraConfig
 from trainer.engines.engine import SampleRequest
 from trainer.errors import BadRequest, Conflict, NotFound, NotReady, TrainerError
 from trainer.server.journal import Journal, JournaledRequest
 from trainer.server.wire import ModelWire
+
+logger = logging.getLogger(__name__)
 
 # `NAME`, `NAME@7`, and the names that `art.ServerlessBackend` uses.
 SERVED = re.compile(
@@ -33,14 +36,19 @@ class Model:
 
     project: str
     name: str
+    """The run's name, under which it is stored."""
     directory: Path
     lora: LoraConfig
+    alias: str = ""
+    """Another name that serves this run; several runs may share it."""
     step: int = 0
     steps: dict[int, str] = field(default_factory=dict)
     """Complete checkpoints on disk, with the sha256 of each LoRA."""
     prepared: bool = False
     max_seq_length: int | None = None
     """Limit of prompt and completion together, in tokens; None is the base model's limit."""
+    leases: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Steps that clients keep and when each lease ends, by its id."""
     sampling: Counter[int] = field(default_factory=Counter)
     """Number of requests in flight, by the step they sample from."""
 
@@ -142,26 +150,61 @@ class Models:
 
     def get(self, wire: ModelWire) -> Model:
         try:
-            return self._models[wire.project, wire.name]
+            return self._models[wire.project, wire.run]
         except KeyError:
             raise self._not_found(
-                f"Model `{wire.name}` of project `{wire.project}` is not registered",
+                f"Model `{wire.run}` of project `{wire.project}` is not registered",
                 "Call `model.register(backend)` first",
             ) from None
 
     def add(self, wire: ModelWire, lora: LoraConfig) -> Model:
         """Return the model, or create it at the newest step of its checkpoints on disk."""
-        key = (wire.project, wire.name)
+        key = (wire.project, wire.run)
         if key not in self._models:
-            model = Model(wire.project, wire.name, self.directory(wire), lora)
+            self._migrate(wire, lora)
+            model = Model(wire.project, wire.run, self.directory(wire), lora)
             model.read_steps()
             self._models[key] = model
         elif self._models[key].lora != lora:
             raise Conflict(
-                f"Model `{wire.name}` is registered with another LoRA",
-                hint="Send the `peft_args` it was registered with, or choose another name",
+                f"Model `{wire.run}` is registered with another LoRA",
+                hint="Send the `lora_config` or `peft_args` it was registered with, "
+                "or choose another name",
             )
-        return self._models[key]
+        model = self._models[key]
+        if wire.run_name is not None:
+            model.alias = wire.name
+            model.directory.mkdir(parents=True, exist_ok=True)
+            names = {"name": wire.name, "run_name": wire.run_name}
+            (model.directory / RUN).write_text(json.dumps(names), encoding="utf-8")
+        return model
+
+    def _migrate(self, wire: ModelWire, lora: LoraConfig) -> None:
+        """Move a run that an older client stored under its `name` to its new `run_name`.
+
+        Only the first run with that name continues it: it is not there any more for the next.
+        """
+        old = model_path(self.state, wire.project, wire.name)
+        steps = checkpoint.list_steps(old / CHECKPOINTS)
+        if wire.run == wire.name or self.directory(wire).exists() or (old / RUN).exists():
+            return
+        if not steps or not _fits(checkpoint.path_of(old / CHECKPOINTS, steps[-1]), wire, lora):
+            return
+        if (wire.project, wire.name) in self._models:
+            logger.warning(
+                "run `%s` starts anew, because another client uses the run `%s`; to continue that "
+                "one, set `run_name` to its name",
+                wire.run,
+                wire.name,
+            )
+            return
+        old.rename(self.directory(wire))
+        logger.warning(
+            "run `%s` continues at step %s the run that was stored as `%s`",
+            wire.run,
+            steps[-1],
+            wire.name,
+        )
 
     def check_base(self, base_model: str | None) -> None:
         """Refuse a base model other than the loaded one, which all models share."""
@@ -174,6 +217,8 @@ class Models:
     def serve(self, model: Model, wire: ModelWire) -> None:
         """Serve the model under the base model's name too, and remember it for a restart."""
         self.newest = model
+        key = (model.project, model.name)
+        self._models[key] = self._models.pop(key)  # the last one answers to a shared alias
         self._wires.pop(model.key, None)
         self._wires[model.key] = wire.model_dump(mode="json", by_alias=True)
         self._remember()
@@ -205,7 +250,7 @@ class Models:
 
     def directory(self, wire: ModelWire) -> Path:
         """The directory of a model, trainable or not."""
-        return model_path(self.state, wire.project, wire.name)
+        return model_path(self.state, wire.project, wire.run)
 
     def served_names(self) -> list[str]:
         """Every name that a completion may use."""
@@ -213,9 +258,10 @@ class Models:
             return []
         names = [self.base_model, f"{self.base_model}@base"]
         for model in self._models.values():
-            if model.prepared:
-                names += [model.name, *(f"{model.name}@{step}" for step in sorted(model.steps))]
-        return names
+            for name in dict.fromkeys((model.name, model.alias)) if model.prepared else ():
+                if name:
+                    names += [name, *(f"{name}@{step}" for step in sorted(model.steps))]
+        return list(dict.fromkeys(names))  # several runs may share an alias
 
     def find(self, name: str) -> tuple[Model | None, int]:
         """Return the model and step of a served name; the untrained base has no model."""
@@ -225,8 +271,8 @@ class Models:
             return self.newest, self.newest.step if self.newest else 0
         if match := SERVED.fullmatch(name):
             project, base, step = match["project"], match["name"], match["step"]
-            for model in reversed(self._models.values()):
-                if model.prepared and model.name == base and project in (None, model.project):
+            for model in self._named(base):
+                if model.prepared and project in (None, model.project):
                     if step is None:
                         return model, model.step
                     if int(step) in model.steps:
@@ -234,5 +280,18 @@ class Models:
         names = ", ".join(f"`{served}`" for served in self.served_names()) or "nothing yet"
         raise self._not_found(f"There is no model `{name}` here", f"Served now: {names}")
 
+    def _named(self, name: str) -> list[Model]:
+        """Models by that name, the newest first; a run's own name goes before an alias."""
+        models = list(reversed(self._models.values()))
+        aliased = [model for model in models if model.alias == name != model.name]
+        return [model for model in models if model.name == name] + aliased
+
     def _not_found(self, message: str, hint: str) -> TrainerError:
         return NotReady(f"{message} yet") if self.starting else NotFound(message, hint=hint)
+
+
+def _fits(path: Path, wire: ModelWire, lora: LoraConfig) -> bool:
+    """Whether the model can continue from the checkpoint in `path`."""
+    manifest = read_manifest(path) or {}
+    shape = lora.model_dump(mode="json", exclude={"seed"})
+    return bool(manifest.get("base_model") == wire.base_model and manifest.get("lora") == shape)

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import shutil
 import tempfile
+import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from trainer.server.wire import ForkRequest, S3Request
 from trainer.server.workers import Workers
 
 logger = logging.getLogger(__name__)
+LEASE_SECONDS = 300  # a client renews its lease before
 
 
 class Storage:
@@ -28,12 +30,23 @@ class Storage:
         self._unloading: set[asyncio.Task[None]] = set()
 
     async def keep(self, model: Model, steps: Collection[int]) -> list[int]:
-        """Delete all checkpoints except `steps` and the newest, which the run continues from."""
+        """Delete all checkpoints except `steps`, leased ones, and the newest."""
         await self._wait_until_idle(model)
-        kept = {*steps, model.step}
+        _forget_ended(model.leases)
+        kept = {*steps, *(step for step, _ in model.leases.values()), model.step}
         deleted = await asyncio.to_thread(checkpoint.delete, model.checkpoints, kept)
         self._forget(model, deleted)
         return deleted
+
+    def lease(self, model: Model, step: int, id: str) -> None:
+        """Keep the checkpoint of `step` until the lease `id` ends or is released."""
+        if step not in model.steps:
+            raise NotFound(
+                f"`{model.name}` has no checkpoint of step `{step}`",
+                hint=f"Available steps: {', '.join(map(str, sorted(model.steps))) or 'none'}",
+            )
+        _forget_ended(model.leases)
+        model.leases[id] = step, time.monotonic() + LEASE_SECONDS
 
     async def delete_model(self, model: Model) -> None:
         """Delete a model and all its files."""
@@ -146,6 +159,12 @@ class Storage:
             await asyncio.sleep(0.1)
         if step not in model.steps:
             await self._workers.unload(model, step)
+
+
+def _forget_ended(leases: dict[str, tuple[int, float]]) -> None:
+    """Drop leases that were not renewed: a client that died keeps nothing for good."""
+    for id in [id for id, (_, ends) in leases.items() if ends < time.monotonic()]:
+        del leases[id]
 
 
 async def _latest_on_s3(s3: str) -> str:

@@ -25,6 +25,7 @@ def _are_groups(groups: list[Json]) -> list[Json]:
     """Check the outline, so that the code behind the routes finds lists where it expects them."""
     for group in groups:
         for trajectory in _objects(group, "trajectories"):
+            trajectory.setdefault("reward", 0.0)  # ART 0.5.23 leaves defaults out
             for history in (trajectory, *_objects(trajectory, "additional_histories")):
                 _objects(history, "messages_and_choices")
         if not isinstance(group.get("exceptions") or [], list):
@@ -49,15 +50,24 @@ Groups = Annotated[list[Json], pydantic.AfterValidator(_are_groups)]
 
 
 class ModelWire(pydantic.BaseModel):
-    """ART's model object. Identity is (`project`, `name`)."""
+    """ART's model object. Identity is (`project`, `run`)."""
 
     model_config = pydantic.ConfigDict(extra="ignore", populate_by_name=True)
 
     name: PlainName
     project: PlainName
+    run_name: PlainName | None = None
+    """Where the run is stored, from openpipe-art 0.5.19 on; `name` is then only an alias."""
     base_model: str | None = None
     trainable: bool = True
+    lora_config: Json | None = None
+    """Replaces `peft_args` in the same releases."""
     internal_config: Json | None = pydantic.Field(None, alias="_internal_config")
+
+    @property
+    def run(self) -> str:
+        """The name under which the run is stored; clients without `run_name` have one name."""
+        return self.run_name or self.name
 
     @pydantic.field_validator("internal_config")
     @classmethod
@@ -121,6 +131,14 @@ class LogRequest(pydantic.BaseModel):
 class KeepRequest(pydantic.BaseModel):
     model: ModelWire
     steps_to_keep: list[int]
+
+
+class LeaseRequest(pydantic.BaseModel):
+    """A step to keep while a client samples from it; with an `id`, one that is leased already."""
+
+    model: ModelWire
+    step: int
+    id: str | None = None
 
 
 class S3Request(pydantic.BaseModel):

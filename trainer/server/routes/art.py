@@ -2,6 +2,7 @@
 
 import json
 import logging
+import secrets
 from collections.abc import AsyncIterator
 from typing import Annotated
 
@@ -15,11 +16,13 @@ from trainer.server import history
 from trainer.server.backend import Backend
 from trainer.server.client_settings import inference_key
 from trainer.server.large_bodies import large
+from trainer.server.storage import LEASE_SECONDS
 from trainer.server.training import Training
 from trainer.server.wire import (
     DeployRequest,
     ForkRequest,
     KeepRequest,
+    LeaseRequest,
     LogRequest,
     ModelWire,
     PrepareRequest,
@@ -79,6 +82,16 @@ def routes(backend: Backend) -> APIRouter:
     @router.post("/_delete_checkpoint_files")
     async def delete_checkpoint_files(body: KeepRequest) -> None:
         await backend.storage.keep(backend.models.get(body.model), body.steps_to_keep)
+
+    @router.post("/_lease_checkpoint")
+    async def lease_checkpoint(body: LeaseRequest) -> Json:
+        id = body.id or secrets.token_hex(8)
+        backend.storage.lease(backend.models.get(body.model), body.step, id)
+        return {"id": id, "seconds": LEASE_SECONDS}
+
+    @router.post("/_release_checkpoint")
+    async def release_checkpoint(body: LeaseRequest) -> None:
+        backend.models.get(body.model).leases.pop(body.id or "", None)
 
     @router.post("/close")
     async def close() -> None:

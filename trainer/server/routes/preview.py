@@ -57,7 +57,10 @@ def routes(backend: Backend) -> APIRouter:
 def _add_models(router: APIRouter, backend: Backend) -> None:
     @router.post("/models")
     async def create(body: CreateModel) -> Json:
-        wire = ModelWire(name=body.name, project=body.project, base_model=body.base_model)
+        # From openpipe-art 0.5.19 on this is the `run_name`; older clients have one name.
+        wire = ModelWire(
+            name=body.name, run_name=body.name, project=body.project, base_model=body.base_model
+        )
         if not body.return_existing and backend.models.directory(wire).is_dir():
             raise Conflict(f"Model `{body.name}` exists already", hint="Send `return_existing`")
         # The client sends no request to prepare the model later, so it is served at once.
