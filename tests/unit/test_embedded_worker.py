@@ -1,5 +1,7 @@
 """The batch of the embedded engine, also when memory is too small for all choices."""
 
+import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,10 @@ import pytest
 from tests.contract.loras import write_lora
 from trainer.base_model.resolve import resolve
 from trainer.engines.batching import cache_shape
+from trainer.engines.constraints import Grammars
 from trainer.engines.embedded_worker import EmbeddedWorker
+from trainer.engines.engine import Constraint
+from trainer.engines.rules import Rules
 from trainer.errors import BadRequest
 
 REQUEST = {
@@ -165,3 +170,57 @@ def test_a_reused_lora_name_samples_from_the_new_weights(tmp_path: Path) -> None
     fresh = make_worker(Script([]))
     fresh._load("m@1", str(tmp_path / "2"))
     assert found[0] != found[1] == greedy(fresh)
+
+
+def test_a_constraint_is_compiled_while_other_choices_are_sampled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    others_are_done = threading.Event()
+
+    class Waiting(Script):
+        def send_result(self, call: int, result: Any = None) -> None:
+            super().send_result(call, result)
+            others_are_done.set()
+
+    compile_now = Grammars._compile
+
+    def slowly(self: Grammars, constraint: Constraint) -> Any:
+        assert others_are_done.wait(60)
+        return compile_now(self, constraint)
+
+    monkeypatch.setattr(Grammars, "_compile", slowly)
+    constraint = {"kind": "choice", "value": '["yes", "no"]'}
+    request = {"prompt_ids": [7], "n": 2, "max_tokens": 9}
+    script = Waiting([{**request, "constraint": constraint}, request])
+    make_worker(script).run()
+    assert not script.errors
+    assert {script.rows[0, index]["text"] for index in range(2)} <= {"yes", "no"}
+
+
+def test_a_constraint_that_becomes_too_complex_fails_only_its_own_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def broken(self: Rules, logits: Any, tokens: list[int]) -> Any:
+        raise BadRequest("too complex")
+
+    monkeypatch.setattr(Rules, "apply", broken)
+    request = {"prompt_ids": [7], "n": 3, "max_tokens": 9}
+    script = Script([{**request, "min_tokens": 2}, request])
+    make_worker(script).run()
+    assert set(script.errors) == {0} and "too complex" in str(script.errors[0])
+    assert {call for call, _ in script.rows} == {1}
+
+
+def test_a_constrained_choice_that_lost_its_row_continues_in_its_grammar() -> None:
+    call = {
+        "prompt_ids": [7, 8, 9],
+        "n": 6,
+        "seed": 1,
+        "max_tokens": 60,
+        "constraint": {"kind": "regex", "value": "(ab|cde){12}"},
+    }
+    free, _ = sampled([call], None)
+    tight, _ = sampled([call], 100)
+    for key, row in tight.items():
+        assert re.fullmatch("(ab|cde){12}", row["text"])
+        assert row["token_ids"] == free[key]["token_ids"]

@@ -1,7 +1,11 @@
 import math
+import random
 
+import pytest
 import torch
 
+from trainer.engines.engine import Constraint, SampleRequest
+from trainer.engines.rules import Rules
 from trainer.engines.sampling import Sampling, choose
 
 LOGITS = torch.tensor([[0.0, math.log(2), math.log(5)]])  # probabilities 1/8, 2/8, 5/8
@@ -63,3 +67,64 @@ def test_the_largest_uniform_draws_the_last_possible_token() -> None:
     logits = torch.full((1, 600), float("-inf"))
     logits[:, 255:257] = 0.0
     assert choose(logits, [Sampling()], [1 - 2**-53])[0] == [256]
+
+
+def test_min_p_keeps_tokens_relative_to_the_likeliest_after_temperature() -> None:
+    uniforms = [u / 100 for u in range(100)]
+    assert {draw(Sampling(min_p=0.41), u) for u in uniforms} == {2}
+    assert {draw(Sampling(min_p=0.39), u) for u in uniforms} == {1, 2}
+    assert {draw(Sampling(min_p=0.41, temperature=2.0), u) for u in uniforms} == {0, 1, 2}
+
+
+def test_changed_logits_choose_the_token_and_the_policys_give_its_logprob() -> None:
+    logits = torch.tensor([[0.0, -150.0, -200.0], [1.0, 2.0, 3.0]])
+    changed = {0: torch.tensor([-torch.inf, -torch.inf, 5.0])}
+    for sampling in (Sampling(), Sampling(temperature=0), Sampling(temperature=0.5, top_p=0.3)):
+        tokens, logprobs = choose(logits, [sampling, Sampling(temperature=0)], [0.5, 0.5], changed)
+        assert tokens == [2, 2]
+        assert logprobs[0] == -200.0  # its probability rounds to zero, its logprob does not
+        assert math.isclose(logprobs[1], 3 - math.log(sum(map(math.exp, (1, 2, 3)))), rel_tol=1e-6)
+
+
+def by_the_book(logits: list[float], request: SampleRequest, output: list[int]) -> list[float]:
+    """vLLM's order and formulas, one token at a time."""
+    result = []
+    for token, value in enumerate(logits):
+        if token in (1, 4) and len(output) < request.min_tokens:
+            value = -math.inf
+        value += dict(request.logit_bias).get(token, 0.0)
+        if token in request.prompt_ids or token in output:
+            value = (
+                value / request.repetition_penalty
+                if value > 0
+                else value * request.repetition_penalty
+            )
+        value -= request.frequency_penalty * output.count(token)
+        value -= request.presence_penalty * (token in output)
+        result.append(value)
+    return result
+
+
+def test_rules_change_the_logits_by_the_book() -> None:
+    chance = random.Random(0)
+    for _ in range(50):
+        request = SampleRequest(
+            [chance.randrange(8) for _ in range(3)],
+            frequency_penalty=chance.uniform(-2, 2),
+            presence_penalty=chance.uniform(-2, 2),
+            repetition_penalty=chance.uniform(0.5, 2),
+            logit_bias=tuple((t, chance.uniform(-9, 9)) for t in chance.sample(range(8), 3)),
+            min_tokens=chance.randrange(6),
+        )
+        output = [chance.randrange(8) for _ in range(chance.randrange(6))]
+        logits = [chance.uniform(-3, 3) for _ in range(8)]
+        before = torch.tensor(logits)
+        found = Rules(request, frozenset({1, 4})).apply(before, output).tolist()
+        assert found == pytest.approx(by_the_book(logits, request, output), abs=1e-5)
+        assert before.tolist() == pytest.approx(logits)  # not changed in place
+
+
+def test_a_plain_request_needs_no_rules() -> None:
+    assert not Rules.needed(SampleRequest([1], temperature=0.3, top_p=0.5, top_k=4, min_p=0.1))
+    assert Rules.needed(SampleRequest([1], min_tokens=1))
+    assert Rules.needed(SampleRequest([1], constraint=Constraint("json_object")))

@@ -38,3 +38,28 @@ def test_an_incomplete_character_becomes_a_replacement(tokenizer: Tokenizer) -> 
     stream = TextStream(tokenizer)
     assert stream.add(tokenizer.encode("é")[0]) == ""
     assert stream.finish() == "\ufffd"
+
+
+def test_a_stop_token_ends_the_text_and_is_not_part_of_it(tokenizer: Tokenizer) -> None:
+    stream = TextStream(tokenizer, ("bcd",), stop_tokens={ord("d")})
+    assert [stream.add(token) for token in b"abc"] == ["", "", "a"]
+    assert stream.add(ord("d")) == "" and stream.stopped
+    assert stream.finish() == "bc"
+
+
+def test_a_stop_string_counts_only_if_it_ends_after_the_least_number_of_tokens(
+    tokenizer: Tokenizer,
+) -> None:
+    def until_stop(text: str, least: int) -> str:
+        stream = TextStream(tokenizer, ("xy", "long stop"), min_tokens=least)
+        returned = ""
+        for token in tokenizer.encode(text):
+            returned += stream.add(token)
+            if stream.stopped:
+                break
+        return returned + stream.finish()
+
+    assert until_stop("axybxyc", 0) == "a"
+    assert until_stop("axybxyc", 2) == "a"
+    assert until_stop("axybxyc", 3) == "axyb"
+    assert until_stop("axybxyc", 6) == "axybxyc"

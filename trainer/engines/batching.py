@@ -1,14 +1,20 @@
 """Batching in the embedded engine: pending choices, prefill batches and the cache's shape."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
+from kit.types import Json
+from trainer.base_model.tokenizer import Tokenizer
 from trainer.config import LoraConfig
-from trainer.engines.sampling import Sampling
+from trainer.engines.engine import SampleRequest, TopLogprobs
+from trainer.engines.rules import Rules
+from trainer.engines.sampling import Sampling, likeliest, score_prompt
 from trainer.engines.text import TextStream
+from trainer.errors import BadRequest
 
 LoadedLora = tuple[LoraConfig, dict[str, Tensor]]
 PREFILL = 2048  # prompt tokens in one prefill batch, padding included
@@ -19,10 +25,19 @@ class PendingRequest:
     """A request with unfinished choices: a prompt, and how to continue it."""
 
     id: int
-    prompt: list[int]
+    sample: SampleRequest
     lora: LoadedLora | None  # not its name, which may belong to another LoRA by the time it is used
-    stream: bool
     unfinished: int
+    scores: dict[str, list[Any]] | None = None
+    """What a delta says about the prompt's tokens, once computed."""
+
+    @property
+    def prompt(self) -> list[int]:
+        return self.sample.prompt_ids
+
+    @property
+    def to_score(self) -> bool:
+        return self.sample.prompt_logprobs and self.scores is None
 
 
 @dataclass
@@ -35,10 +50,30 @@ class PendingChoice:
     sampling: Sampling
     random: random.Random
     text: TextStream
+    rules: Rules | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: TopLogprobs = field(default_factory=list)
     unsent_text: str = ""
-    sent_tokens: int = 0
+    sent: int = 0
+    began: bool = False
+
+    def unsent(self, finish: str | None) -> Json:
+        """Return the delta of what was not sent yet, and mark it as sent."""
+        first, self.sent = self.sent, len(self.tokens)
+        delta = {
+            "index": self.index,
+            "text": self.unsent_text,
+            "token_ids": self.tokens[first:],
+            "logprobs": self.logprobs[first:],
+            "top_logprobs": self.top_logprobs[first:],
+            "finish_reason": finish,
+        }
+        self.unsent_text = ""
+        if not self.began and self.request.scores is not None:
+            delta.update(self.request.scores)
+        self.began = True
+        return delta
 
     @property
     def length(self) -> int:
@@ -48,6 +83,64 @@ class PendingChoice:
     def context(self) -> tuple[int, ...]:
         """The prompt and the tokens so far; a choice that lost its row already has some."""
         return (*self.request.prompt, *self.tokens)
+
+
+def new_choices(request: PendingRequest, limit: int, tokenizer: Tokenizer) -> list[PendingChoice]:
+    """Return the choices of a request; those with a constraint still lack its matcher."""
+    sample = request.sample
+    ends = frozenset(sample.stop_token_ids)
+    if not sample.ignore_eos:
+        ends |= tokenizer.eos_ids
+    sampling = Sampling(sample.temperature, sample.top_p, sample.top_k, sample.min_p)
+    return [
+        PendingChoice(
+            request,
+            index,
+            limit,
+            sampling,
+            random.Random(None if sample.seed is None else f"{sample.seed}/{index}"),
+            TextStream(tokenizer, sample.stop, ends, sample.min_tokens),
+            Rules(sample, ends) if Rules.needed(sample) else None,
+        )
+        for index in range(sample.n)
+    ]
+
+
+def apply_rules(
+    choices: list[PendingChoice], logits: Tensor
+) -> tuple[dict[int, Tensor], dict[int, BadRequest]]:
+    """Return the logits that rules change, by row, and the errors of rules, by request."""
+    changed: dict[int, Tensor] = {}
+    failed: dict[int, BadRequest] = {}
+    for row, choice in enumerate(choices):
+        if choice.rules:
+            try:
+                changed[row] = choice.rules.apply(logits[row], choice.tokens)
+            except BadRequest as error:
+                failed[choice.request.id] = error
+    return changed, failed
+
+
+def add_top_logprobs(choices: list[PendingChoice], logits: Tensor) -> None:
+    """Add the likeliest next tokens to the choices whose requests ask for them."""
+    asked = {row: n for row, c in enumerate(choices) if (n := c.request.sample.top_logprobs)}
+    if asked:
+        found = likeliest(logits[list(asked)], max(asked.values()))
+        for (row, count), top in zip(asked.items(), found, strict=True):
+            choices[row].top_logprobs.append(top[:count])
+
+
+def score_prompts(
+    choices: list[PendingChoice],
+    states: dict[tuple[int, ...], Tensor],
+    to_logits: Callable[[Tensor], Tensor],
+) -> None:
+    """Add the logprobs of prompts, given their hidden states, to the requests that want them."""
+    for choice in choices:
+        request = choice.request
+        if request.to_score and choice.context in states:
+            top = request.sample.top_logprobs
+            request.scores = score_prompt(to_logits, states[choice.context], request.prompt, top)
 
 
 def prefill_batches(prompts: Iterable[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:

@@ -184,9 +184,16 @@ class Decoder:
         like = self._embeddings
         return KVCache(self.architecture, rows, length, dtype=like.dtype, device=like.device)
 
-    @torch.inference_mode()
     def prefill(self, prompts: list[list[int]], rows: list[int], cache: KVCache) -> Tensor:
         """Write each prompt to its row of the cache; return the logits [B, V] after each one."""
+        states = self.prefill_states(prompts, rows, cache)
+        return self.logits(torch.stack([state[-1] for state in states]))
+
+    @torch.inference_mode()
+    def prefill_states(
+        self, prompts: list[list[int]], rows: list[int], cache: KVCache
+    ) -> list[Tensor]:
+        """Write each prompt to its row of the cache; return the hidden states [T, D] of each."""
         batch, length = len(prompts), max(map(len, prompts))
         # Padding comes last: no prompt token attends to it, and decoding overwrites it.
         padded = torch.tensor([prompt + [0] * (length - len(prompt)) for prompt in prompts])
@@ -206,8 +213,8 @@ class Decoder:
             return mixed.transpose(1, 2).flatten(0, 1).flatten(1)
 
         hidden = self._through_layers(padded.flatten(), positions, attend)
-        lasts = [number * length + len(prompt) - 1 for number, prompt in enumerate(prompts)]
-        return self._logits(hidden[lasts])
+        states = hidden.view(batch, length, -1)
+        return [state[: len(prompt)] for state, prompt in zip(states, prompts, strict=True)]
 
     @torch.inference_mode()
     def decode(self, tokens: list[int], positions: list[int], cache: KVCache) -> Tensor:
@@ -228,7 +235,7 @@ class Decoder:
             mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=visible)
             return mixed.reshape(batch, -1)
 
-        return self._logits(self._through_layers(torch.tensor(tokens), at, attend))
+        return self.logits(self._through_layers(torch.tensor(tokens), at, attend))
 
     def _through_layers(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Tokens [N] at positions [N] -> hidden states [N, D]."""
@@ -238,7 +245,9 @@ class Decoder:
             x = layer(x, (cos[0], sin[0]), attend)
         return x
 
-    def _logits(self, hidden: Tensor) -> Tensor:
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [N, D] -> logits [N, V] of the tokens that follow."""
         eps = self.architecture.norm_eps
         normed = functional.rms_norm(hidden, hidden.shape[-1:], self._norm, eps)
         return self._head(normed)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.engines.engine import UNSUPPORTED, Delta, SampleRequest, refuse
+from trainer.engines.engine import Delta, SampleRequest
 from trainer.processes.worker import Worker, gpu_environment
 
 KEPT = 8  # LoRAs in memory; a long run makes hundreds
@@ -60,13 +60,12 @@ class EmbeddedEngine:
         await self._worker.call("unload", lora=lora)
 
     async def sample(self, request: SampleRequest) -> AsyncIterator[Delta]:
-        refuse(request, *UNSUPPORTED)
         lora = request.lora or ""
         self._in_use[lora] += 1
         try:
             await self._ensure_loaded(lora)
             async for row in self._worker.stream("sample", **dataclasses.asdict(request)):
-                yield Delta(**row)
+                yield Delta.from_json(row)
         finally:
             self._in_use[lora] -= 1
 

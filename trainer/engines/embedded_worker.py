@@ -7,13 +7,14 @@ that outgrows the cache's share of the memory gives up rows, which are recompute
 
 import argparse
 import logging
-import random
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
 
 import torch
+from llguidance import LLMatcher
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -23,14 +24,19 @@ from trainer.engines.batching import (
     LoadedLora,
     PendingChoice,
     PendingRequest,
+    add_top_logprobs,
+    apply_rules,
     cache_shape,
+    new_choices,
     prefill_batches,
+    score_prompts,
 )
+from trainer.engines.checks import token_limit
+from trainer.engines.constraints import Grammars
 from trainer.engines.decoder import Decoder, KVCache
 from trainer.engines.engine import SampleRequest
-from trainer.engines.sampling import Sampling, choose
-from trainer.engines.text import TextStream
-from trainer.errors import BadRequest, NotFound
+from trainer.engines.sampling import choose
+from trainer.errors import NotFound
 from trainer.policy.device import default_device, default_dtype, memory
 from trainer.policy.model import load_model, read_lora_config
 from trainer.processes.rpc import RpcServer
@@ -61,15 +67,19 @@ class EmbeddedWorker:
         self._current: LoadedLora | None = None
         self._waiting: deque[PendingChoice] = deque()
         self._active: list[PendingChoice] = []
+        vocabulary = self._decoder.architecture.vocab_size
+        self._grammars = Grammars(directory, self._tokenizer, vocabulary)
+        self._compiling: list[tuple[list[PendingChoice], Future[LLMatcher]]] = []
         self._cache = self._new_cache()
         self._budget = budget or int(CACHE_SHARE * memory(device)) // self._cache.token_bytes
 
     def run(self) -> None:
         while self._rpc.open:
-            idle = not (self._waiting or self._active)
+            idle = not (self._waiting or self._active or self._compiling)
             for call, method, params in self._rpc.poll(wait=idle):
                 self._answer(call, method, params)
             try:
+                self._take_compiled()
                 self._admit()
                 if self._active:
                     self._decode()
@@ -103,35 +113,36 @@ class EmbeddedWorker:
         self._loras.pop(lora, None)
 
     def _enqueue(self, call: int, request: SampleRequest) -> None:
-        lora, prompt, max_tokens = request.lora, request.prompt_ids, request.max_tokens
-        if lora is not None and lora not in self._loras:
-            raise NotFound(f"The LoRA `{lora}` is not loaded")
-        if not prompt or max(prompt) >= self._decoder.architecture.vocab_size:
-            raise BadRequest(
-                "The prompt is empty, or contains a token that the model does not know",
-                hint="Remove text that the tokenizer turns into an added special token",
-            )
-        room = self._context - len(prompt)
-        if room <= 0 or (max_tokens or 0) > room:
-            raise BadRequest(
-                f"{len(prompt)} prompt tokens and `max_tokens` {max_tokens or 1} do not fit "
-                f"the context of {self._context} tokens",
-                hint="Shorten the messages, or lower `max_tokens`",
-            )
-        loaded = None if lora is None else self._loras[lora]
-        pending = PendingRequest(call, prompt, loaded, request.stream, unfinished=request.n)
-        sampling = Sampling(request.temperature, request.top_p, request.top_k)
-        for index in range(request.n):
-            seed = None if request.seed is None else f"{request.seed}/{index}"
-            text = TextStream(self._tokenizer, request.stop)
-            self._waiting.append(
-                PendingChoice(
-                    pending, index, max_tokens or room, sampling, random.Random(seed), text
-                )
-            )
+        if request.lora is not None and request.lora not in self._loras:
+            raise NotFound(f"The LoRA `{request.lora}` is not loaded")
+        vocabulary = self._decoder.architecture.vocab_size
+        limit = token_limit(request, context=self._context, vocabulary=vocabulary)
+        loaded = None if request.lora is None else self._loras[request.lora]
+        pending = PendingRequest(call, request, loaded, unfinished=request.n)
+        choices = new_choices(pending, limit, self._tokenizer)
+        if request.constraint:
+            self._compiling.append((choices, self._grammars.compile(request.constraint)))
+        else:
+            self._waiting.extend(choices)
+
+    def _take_compiled(self) -> None:
+        """Let the choices wait for a row whose constraint has been compiled."""
+        if self._compiling and not (self._waiting or self._active):
+            wait([matcher for _, matcher in self._compiling], 0.01, FIRST_COMPLETED)
+        for entry in [entry for entry in self._compiling if entry[1].done()]:
+            self._compiling.remove(entry)
+            choices, matcher = entry
+            try:
+                for choice in choices:
+                    assert choice.rules is not None
+                    choice.rules.matcher = matcher.result().deep_copy()
+                self._waiting.extend(choices)
+            except Exception as error:
+                self._rpc.send_error(choices[0].request.id, error)
 
     def _cancel(self, call: int) -> None:
         self._waiting = deque(choice for choice in self._waiting if choice.request.id != call)
+        self._compiling = [c for c in self._compiling if c[0][0].request.id != call]
         for choice in [choice for choice in self._active if choice.request.id == call]:
             self._remove(choice)
 
@@ -165,8 +176,17 @@ class EmbeddedWorker:
             self._switch(lora)
             admitted.append(self._waiting.popleft())
             self._active.append(admitted[-1])
-        if admitted:
-            self._advance(admitted, self._prefill(admitted))
+        if not admitted:
+            return
+        logits = self._prefill(admitted)
+        if all(choice.limit for choice in admitted):
+            return self._advance(admitted, logits)
+        rows = [row for row, choice in enumerate(admitted) if choice.limit]
+        if rows:
+            self._advance([admitted[row] for row in rows], logits[rows])
+        for choice in [choice for choice in admitted if not choice.limit]:
+            self._remove(choice)  # only its prompt was wanted
+            self._send(choice, "", "length")
 
     def _switch(self, lora: LoadedLora | None) -> None:
         if lora is not self._current:
@@ -183,10 +203,12 @@ class EmbeddedWorker:
             rows.setdefault(prompt, row)  # compute a shared prompt once
         logits: dict[tuple[int, ...], Tensor] = {}
         for batch in prefill_batches(rows):
-            batch_logits = self._decoder.prefill(
+            states = self._decoder.prefill_states(
                 [list(prompt) for prompt in batch], [rows[prompt] for prompt in batch], self._cache
             )
-            logits.update(zip(batch, batch_logits, strict=True))
+            last = self._decoder.logits(torch.stack([state[-1] for state in states]))
+            logits.update(zip(batch, last, strict=True))
+            score_prompts(admitted, dict(zip(batch, states, strict=True)), self._decoder.logits)
         for prompt, source in rows.items():
             targets = [row for row, other in enumerate(prompts, first) if other == prompt]
             self._cache.copy_row(source, targets[1:], len(prompt))
@@ -205,15 +227,21 @@ class EmbeddedWorker:
 
     def _advance(self, choices: list[PendingChoice], logits: Tensor) -> None:
         """Draw a token for each choice, send it, and remove finished choices."""
+        changed, failed = apply_rules(choices, logits)
         tokens, logprobs = choose(
-            logits, [c.sampling for c in choices], [c.random.random() for c in choices]
+            logits, [c.sampling for c in choices], [c.random.random() for c in choices], changed
         )
+        add_top_logprobs(choices, logits)
         for choice, token, logprob in zip(choices, tokens, logprobs, strict=True):
+            if choice.request.id in failed:
+                continue
             choice.tokens.append(token)
             choice.logprobs.append(logprob)
+            if choice.rules:
+                choice.rules.took(token)
             text = choice.text.add(token)
             finish = None
-            if token in self._tokenizer.eos_ids or choice.text.stopped:
+            if choice.text.stopped:
                 finish = "stop"
             elif len(choice.tokens) >= choice.limit:
                 finish = "length"
@@ -221,22 +249,17 @@ class EmbeddedWorker:
                 text += choice.text.finish()
                 self._remove(choice)
             self._send(choice, text, finish)
+        for call, error in failed.items():
+            self._cancel(call)
+            self._rpc.send_error(call, error)
 
     def _send(self, choice: PendingChoice, text: str, finish: str | None) -> None:
         """Send the new tokens: each one immediately for a stream, otherwise all at the end."""
         request = choice.request
         choice.unsent_text += text
-        if not (finish or request.stream):
+        if not (finish or request.sample.stream):
             return
-        delta = {
-            "index": choice.index,
-            "text": choice.unsent_text,
-            "token_ids": choice.tokens[choice.sent_tokens :],
-            "logprobs": choice.logprobs[choice.sent_tokens :],
-            "finish_reason": finish,
-        }
-        self._rpc.send_row(request.id, delta)
-        choice.unsent_text, choice.sent_tokens = "", len(choice.tokens)
+        self._rpc.send_row(request.id, choice.unsent(finish))
         if finish:
             request.unfinished -= 1
             if not request.unfinished:

@@ -4,12 +4,12 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from kit.types import Json
-from trainer.errors import Unsupported, WorkerDied
+from trainer.errors import WorkerDied
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +97,15 @@ class Delta:
     """In the first delta of each choice if requested: one for each token, None for the first."""
     prompt_top_logprobs: TopLogprobs = field(default_factory=list)
 
+    @classmethod
+    def from_json(cls, row: Json) -> "Delta":
+        """Restore a delta that another process sent. Raises TypeError if it is of another kind."""
+        delta = cls(**row)
+        for name in ("top_logprobs", "prompt_top_logprobs"):
+            restored = [[(token, value) for token, value in top] for top in getattr(delta, name)]
+            setattr(delta, name, restored)
+        return delta
+
     def extend(self, later: "Delta") -> None:
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
@@ -134,28 +143,6 @@ class Engine(Protocol):
 
     def sample(self, request: SampleRequest) -> AsyncIterator[Delta]:
         """Yield deltas until all choices have finished."""
-
-
-def refuse(request: SampleRequest, *names: str) -> None:
-    """Refuse by name the fields that an engine does not support yet."""
-    for each in fields(request):
-        if each.name in names and getattr(request, each.name) != each.default:
-            raise Unsupported(f"`{each.name}` is not supported by this engine yet")
-
-
-UNSUPPORTED = [
-    "min_p",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "min_tokens",
-    "stop_token_ids",
-    "ignore_eos",
-    "constraint",
-    "top_logprobs",
-    "prompt_logprobs",
-]
 
 
 Attempt = Callable[[], AbstractAsyncContextManager[AsyncIterator[Delta]]]

@@ -1,7 +1,8 @@
 """Sampling the next token of every row of a batch: pure functions of logits [B, V]."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,33 +19,70 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = 0
     """Sample only from this many of the likeliest tokens; 0 means from all."""
+    min_p: float = 0.0
+    """Sample only from tokens at least this likely, relative to the likeliest one."""
 
 
 def choose(
     logits: Tensor,  # [B, V]
     samplings: Sequence[Sampling],  # one per row
     uniforms: Sequence[float],  # one per row, in [0, 1)
+    changed: Mapping[int, Tensor] | None = None,
 ) -> tuple[list[int], list[float]]:
     """Choose a token for each row; return the tokens and their logprobs under the policy.
 
-    The logprobs are those before temperature, top-p and top-k, because the learner computes the
-    same ones.
+    `changed` holds the logits [V] of the rows that rules changed. The logprobs are those before
+    these rules, temperature, top-p, top-k and min-p, because the learner computes the same ones.
     """
-    logits = logits.float()
+    policy = logits = logits.float()
     temperatures = torch.tensor([max(s.temperature, 1e-6) for s in samplings], device=logits.device)
     probabilities = logits.softmax(dim=-1)
     tempered = probabilities
-    if bool((temperatures != 1).any()):
+    if changed:
+        logits = policy.clone()
+        for row, values in changed.items():
+            logits[row] = values
+    if changed or bool((temperatures != 1).any()):
         tempered = (logits / temperatures[:, None]).softmax(dim=-1)
-    if any(s.top_k or s.top_p < 1 for s in samplings):
+    if any(s.top_k or s.top_p < 1 or s.min_p for s in samplings):
         tempered = _keep_likeliest(tempered, samplings)
     chosen = _draw(tempered, torch.tensor(uniforms, device=logits.device))
     greedy = torch.tensor([s.temperature == 0 for s in samplings], device=logits.device)
     if bool(greedy.any()):
         chosen = torch.where(greedy, logits.argmax(dim=-1), chosen)
     logprobs = probabilities.gather(1, chosen[:, None])[:, 0].log()
+    for row in changed or ():  # rules can force a token whose probability rounds to zero
+        logprobs[row] = policy[row].log_softmax(dim=-1)[chosen[row]]
     # JSON cannot hold -inf, and a drawn token has some probability.
     return chosen.tolist(), logprobs.clamp(min=-9999.0).tolist()
+
+
+def likeliest(logits: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """Return the `count` likeliest tokens of each row [B, V] with the policy's logprobs."""
+    top = logits.float().log_softmax(dim=-1).topk(min(count, logits.shape[-1]))
+    rows = zip(top.indices.tolist(), top.values.clamp(min=-9999.0).tolist(), strict=True)
+    return [list(zip(tokens, logprobs, strict=True)) for tokens, logprobs in rows]
+
+
+def score_prompt(
+    to_logits: Callable[[Tensor], Tensor],  # [N, D] -> [N, V]
+    states: Tensor,  # [T, D]
+    prompt: Sequence[int],
+    top: int,
+) -> dict[str, list[Any]]:
+    """Return the policy's logprob of each token of a prompt, as in a `Delta`."""
+    logprobs: list[float | None] = [None]
+    likely: list[list[tuple[int, float]]] = [[]]
+    # In parts: the logits of a whole prompt may not fit the memory.
+    for start in range(0, len(prompt) - 1, BLOCK):
+        tokens = prompt[start + 1 : start + 1 + BLOCK]
+        logits = to_logits(states[start : start + len(tokens)])
+        every = logits.float().log_softmax(dim=-1)
+        found = every.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]
+        logprobs += found.clamp(min=-9999.0).tolist()
+        if top:
+            likely += likeliest(logits, top)
+    return {"prompt_logprobs": logprobs, "prompt_top_logprobs": likely if top else []}
 
 
 def _draw(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -74,9 +112,12 @@ def _first_above(running: Tensor, draws: Tensor) -> Tensor:
 
 
 def _keep_likeliest(probabilities: Tensor, samplings: Sequence[Sampling]) -> Tensor:
-    """Zero the tokens that top-k and top-p exclude; rows that use neither cost nothing."""
+    """Zero the tokens that min-p, top-k and top-p exclude; rows that use none cost nothing."""
     probabilities = probabilities.clone()
     for row, sampling in enumerate(samplings):
+        if sampling.min_p:
+            least = sampling.min_p * probabilities[row].max()
+            probabilities[row, probabilities[row] < least] = 0
         if sampling.top_k:
             kept = probabilities[row].topk(min(sampling.top_k, probabilities.shape[1]))
             probabilities[row].zero_().scatter_(0, kept.indices, kept.values)

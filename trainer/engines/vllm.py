@@ -6,21 +6,22 @@ stale values for a LoRA that was overwritten.
 """
 
 import asyncio
-import dataclasses
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from kit.types import Json
+from trainer.base_model.architecture import read_architecture
 from trainer.base_model.tokenizer import Tokenizer
-from trainer.engines import vllm_args
-from trainer.engines.engine import UNSUPPORTED, Delta, SampleRequest, refuse
-from trainer.engines.vllm_choice import VllmChoice
+from trainer.engines import constraints, vllm_args
+from trainer.engines.checks import token_limit
+from trainer.engines.engine import Delta, SampleRequest
 from trainer.engines.vllm_process import VllmProcess
+from trainer.engines.vllm_sampling import VllmSampler
 from trainer.errors import BadRequest, Conflict, NotFound, TrainerError, WorkerDied
 from trainer.processes.worker import gpu_environment
 
@@ -53,6 +54,7 @@ class VllmEngine:
         self._defaults = vllm_args.defaults(model, rank=rank, cuda=cuda, shared=shared)
         self._arguments = dict(arguments)
         self._tokenizer = Tokenizer(model)
+        self._vocabulary = read_architecture(model).vocab_size
         self._program = program
         self._process = VllmProcess(program, log=log)
         self._context = 0
@@ -227,57 +229,17 @@ class VllmEngine:
     # Sampling
 
     async def sample(self, request: SampleRequest) -> AsyncIterator[Delta]:
-        refuse(request, *UNSUPPORTED)
         await self._revive()
-        # vLLM rejects several greedy choices; sample one and copy it.
-        copies = request.n if request.temperature == 0 else 1
-        choices = [VllmChoice(i, self._tokenizer, request.stop) for i in range(request.n // copies)]
-        async with (
-            self._using(request.lora) as model,
-            aclosing(self._rows(self._body(request, model, len(choices)))) as rows,
-        ):
-            async for row in rows:
-                if delta := choices[row["index"]].take(row):
-                    for copy in range(copies):
-                        yield dataclasses.replace(delta, index=delta.index + copy)
-                if row["finish_reason"] is None and all(choice.finished for choice in choices):
-                    break  # at a stop string that vLLM did not detect
-
-    def _body(self, request: SampleRequest, model: str, n: int) -> Json:
-        prompt = request.prompt_ids
-        room = self._context - len(prompt)
-        if room <= 0 or (request.max_tokens or 0) > room:
-            raise BadRequest(
-                f"{len(prompt)} prompt tokens and `max_tokens` {request.max_tokens or 1} do not "
-                f"fit the context of {self._context} tokens",
-                hint="Shorten the messages, or lower `max_tokens`",
+        limit = token_limit(request, context=self._context, vocabulary=self._vocabulary)
+        if request.constraint:
+            await asyncio.to_thread(constraints.check, request.constraint)
+        async with self._using(request.lora) as model:
+            sampler = VllmSampler(
+                self._process, self._tokenizer, model=model, context=self._context
             )
-        return {
-            "model": model,
-            "prompt": prompt,
-            "n": n,
-            "max_tokens": request.max_tokens or room,
-            "temperature": request.temperature,
-            "top_p": request.top_p,
-            "top_k": request.top_k,
-            "seed": request.seed,
-            "stop": list(request.stop),
-            "stop_token_ids": sorted(self._tokenizer.eos_ids),
-            "logprobs": 0,  # only of the sampled token
-            "return_token_ids": True,
-            "stream": request.stream,
-        }
-
-    async def _rows(self, body: Json) -> AsyncGenerator[Json]:
-        """Yield the choices of vLLM's response. Closing the iterator early cancels it."""
-        if not body["stream"]:
-            for choice in (await self._process.post("/v1/completions", body))["choices"]:
-                yield choice
-            return
-        async with aclosing(self._process.stream("/v1/completions", body)) as events:
-            async for event in events:
-                for choice in event["choices"]:
-                    yield choice
+            async with aclosing(sampler.sample(request, limit)) as deltas:
+                async for delta in deltas:
+                    yield delta
 
     async def _revive(self) -> None:
         """Make sure that vLLM is running and awake."""

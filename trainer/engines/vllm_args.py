@@ -20,6 +20,7 @@ _WHERE = "the server chooses where vLLM listens, and nothing else may reach it"
 _LORA = "the server itself loads one LoRA per step"
 _TOKENS = "the server needs exact tokens and the policy's own logprobs"
 _CHAT = "the server handles chat templates and tool calls"
+_STRUCTURED = "a constraint has to mean the same on every engine"
 _ONE = "several API processes would each know different LoRAs"
 REFUSED = {
     **dict.fromkeys(("host", "port", "uds", "api_key", "root_path", "grpc", "grpc_port"), _WHERE),
@@ -30,6 +31,7 @@ REFUSED = {
     **dict.fromkeys(("override_generation_config", "tokenizer", "runner", "task"), _TOKENS),
     **dict.fromkeys(("chat_template", "enable_auto_tool_choice", "tool_call_parser"), _CHAT),
     **dict.fromkeys(("reasoning_parser", "response_role", "tool_parser_plugin"), _CHAT),
+    **dict.fromkeys(("structured_outputs_config",), _STRUCTURED),
     **dict.fromkeys(("api_server_count", "data_parallel_external_lb"), _ONE),
 }
 
@@ -100,6 +102,8 @@ def command_line(directory: Path, socket: Path, arguments: Mapping[str, Any]) ->
         "served_model_name": BASE,
         "enable_lora": True,
         "logprobs_mode": "raw_logprobs",  # before temperature, top-p and top-k
+        # The library that the embedded engine uses.
+        "structured_outputs_config": {"backend": "guidance"},
         # The model's own generation_config may set penalties and top-k that no client requested.
         "generation_config": "vllm",
         "disable_uvicorn_access_log": True,

@@ -104,7 +104,7 @@ class RemoteEngine:
         ) as rows:
             async for row in rows:
                 try:
-                    delta = Delta(**row)
+                    delta = Delta.from_json(row)
                 except TypeError:
                     raise self.died() from None  # it runs another version
                 yield delta
