@@ -70,7 +70,7 @@ class ScriptedEngine:
     async def sample(self, request: SampleRequest) -> AsyncIterator[Delta]:
         prompt = self._tokenizer.decode(request.prompt_ids)
         rule = next((rule for rule in self._rules if re.search(rule.when, prompt)), None)
-        if rule is None:
+        if rule is None or request.prompt_logprobs:  # no script knows those
             async for delta in self._inner.sample(request):
                 yield delta
             return
@@ -89,6 +89,9 @@ class ScriptedEngine:
                 index,
                 token_ids=kept[start : start + size],
                 logprobs=[logprob] * len(kept[start : start + size]),
+                top_logprobs=[[(token, logprob)] for token in kept[start : start + size]]
+                if request.top_logprobs
+                else [],
                 text=self._tokenizer.decode(kept[start : start + size], skip_special_tokens=True),
             )
             for start in range(0, len(kept), size)
