@@ -48,28 +48,44 @@ class ExactTokens:
     prompt_ids: list[int]
     completion_ids: list[int]
     logprobs: list[float]
+    constrained: bool = False
+    """Whether the request limited the text, e.g. to a JSON schema."""
 
     def put(self, choice: dict[str, Any]) -> None:
         """Write the tokens into `choice`, replacing its logprobs."""
-        put(choice, *(array(kind, getattr(self, name)) for name, kind in _TYPES.items()))
+        arrays = (array(kind, getattr(self, name)) for name, kind in _TYPES.items())
+        put(choice, *arrays, constrained=self.constrained)
 
 
-def put(choice: dict[str, Any], *arrays: Buffer) -> None:
+def put(choice: dict[str, Any], *arrays: Buffer, constrained: bool = False) -> None:
     """Write the arrays of prompt ids, completion ids and logprobs into a choice."""
     choice.pop("logprobs", None)
     choice[FIELD] = {
         name: binascii.b2a_base64(numbers, newline=False).decode()
         for name, numbers in zip(_TYPES, arrays, strict=True)
     }
+    if constrained:
+        choice[FIELD]["constrained"] = True
+
+
+def mark_ambiguous(choice: dict[str, Any]) -> None:
+    """Mark a choice that could have been sampled from several prompts."""
+    choice[FIELD] = {"ambiguous": True}
+
+
+def is_ambiguous(choice: Mapping[str, Any]) -> bool:
+    fields = choice.get(FIELD)
+    return isinstance(fields, Mapping) and fields.get("ambiguous") is True
 
 
 def take(choice: Mapping[str, Any]) -> ExactTokens | None:
     """Return the tokens that `put` wrote into a choice, or None."""
     fields = choice.get(FIELD)
-    if not fields:
+    if not fields or is_ambiguous(choice):
         return None
     try:
-        return ExactTokens(**{name: _read(kind, fields[name]) for name, kind in _TYPES.items()})
+        arrays = {name: _read(kind, fields[name]) for name, kind in _TYPES.items()}
+        return ExactTokens(**arrays, constrained=bool(fields.get("constrained")))
     except (KeyError, TypeError, ValueError) as exc:  # binascii's error is a ValueError
         raise BadRequest(
             f"A choice has an invalid `{FIELD}`: {exc!r}",

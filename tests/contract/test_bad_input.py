@@ -1,5 +1,7 @@
 """Bad input gets a 4xx with a sentence before a stream starts, and never a 500."""
 
+import json
+import math
 import socket
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,8 @@ def choice_of(*tokens: str) -> dict[str, Any]:
 
 TRAIN = {"model": MODEL, "trajectory_groups": []}
 HUGE_TOKENS = group(0, 1, choice=choice_of("token_id:99999999999"))
+HUGE = (1.7e308, 1.7e308)
+NAN = json.dumps({**TRAIN, "trajectory_groups": [group(1, math.nan)]}).encode()
 NO_TURNS = {"messages_and_choices": 5}
 NO_METRICS = {"trajectories": [{"reward": 1, "metrics": ["x"]}]}
 PREPARE = {"model": MODEL}
@@ -68,6 +72,10 @@ VARIABLES: dict[str, Any] = {"chat_template_kwargs": {"tools": []}}
         ),
         ("/_train_model", {**TRAIN, "trajectory_groups": [group(1, "a")]}, 400, "reward"),
         ("/_train_model", {**TRAIN, "trajectory_groups": [group(1, None)]}, 400, "reward"),
+        ("/_train_model", {**TRAIN, "trajectory_groups": [group(*HUGE)]}, 400, "`1.7e+308`"),
+        ("/_train_model", {**TRAIN, "trajectory_groups": [group(10**400)]}, 400, "1329 bits"),
+        ("/_train_model", NAN, 400, "the reward `nan`"),
+        ("/_log", {**TRAIN, "trajectory_groups": [group(10**400)]}, 400, "1329 bits"),
         ("/_train_model", {**TRAIN, "config": {"learning_rate": "x"}}, 400, "learning_rate"),
         ("/_train_model", {**TRAIN, "dev_config": {"colour": "blue"}}, 400, "colour"),
         ("/_train_model", {**TRAIN, "trajectory_groups": [HUGE_TOKENS]}, 400, "99999999999"),
@@ -75,7 +83,7 @@ VARIABLES: dict[str, Any] = {"chat_template_kwargs": {"tools": []}}
         ("/_prepare_backend_for_training", {**PREPARE, "config": ARGS}, 400, "`server_args`"),
         ("/_log", {**TRAIN, "split": "../x"}, 422, "`split`"),
         ("/_log", {**TRAIN, "trajectory_groups": [NO_METRICS]}, 400, "`metrics`"),
-        ("/_log", {**TRAIN, "trajectory_groups": [group("a")]}, 400, "`reward`"),
+        ("/_log", {**TRAIN, "trajectory_groups": [group("a")]}, 400, "the reward `a`"),
         ("/_delete_checkpoint_files", {"model": MODEL, "steps_to_keep": "all"}, 422, "steps"),
         ("/_delete_checkpoints?benchmark_smoothing=2", MODEL, 400, "`benchmark_smoothing`"),
         ("/_experimental_deploy", {"model": MODEL, "deploy_to": "together"}, 400, "`together`"),

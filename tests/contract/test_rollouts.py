@@ -14,6 +14,7 @@ from trainer.client import ArtBackend, Rollout, rollout, trajectory
 from trainer.errors import NotConnected, NotFound
 from trainer.learner.tokenize import tokenize_trajectory
 from trainer.server.ledger import Ledger
+from trainer.server.matching import recall
 
 MODEL = {"name": "rollouts", "project": "contract", "base_model": "tiny-random"}
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
@@ -60,9 +61,9 @@ def trainable(server: Serving) -> Serving:
 def trained(server: Serving, given: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
     """Return the prompt and the tokens of every choice that the learner would train on."""
     ledger = Ledger(server.state / "ledger.db")
-    ledger.recall([{"trajectories": [given]}])
-    ledger.close()
     tokenizer = Tokenizer(resolve("tiny-random"))
+    recall(ledger, [{"trajectories": [given]}], tokenizer)
+    ledger.close()
     found = []
     for sequence in tokenize_trajectory(tokenizer, given).sequences:
         for at, (before, chosen) in enumerate(

@@ -5,10 +5,14 @@ from typing import Any
 
 import pytest
 
+from trainer.base_model.resolve import resolve
+from trainer.base_model.tokenizer import Tokenizer
 from trainer.errors import BadRequest
 from trainer.server import captured
-from trainer.server.ledger import Entry, Ledger, choices_of
+from trainer.server.ledger import Entry, Ledger
+from trainer.server.matching import choices_of, recall
 
+TOKENIZER = Tokenizer(resolve("tiny-random"))
 QUESTION = {"role": "user", "content": "Hi"}
 
 
@@ -33,7 +37,8 @@ def groups(**exchanges: Any) -> list[dict[str, Any]]:
 @pytest.fixture
 def ledger(tmp_path: Path) -> Ledger:
     ledger = Ledger(tmp_path / "ledger.db")
-    for number, model in enumerate(["p/m", "p/m", "p/m", "p/other", ""]):
+    samples = ("p/m", "a"), ("p/m", "b"), ("p/m", "c"), ("p/other", "strange"), ("", "strange")
+    for number, (model, text) in enumerate(samples):
         entry = Entry(
             model=model,
             step=0,
@@ -44,7 +49,7 @@ def ledger(tmp_path: Path) -> Ledger:
             logprobs=[-0.1],
             id=f"id-{number}",
         )
-        ledger.record(entry, "text")
+        ledger.record(entry, text)
     return ledger
 
 
@@ -91,8 +96,8 @@ def test_every_api_is_trained_by_the_id_in_its_answer(ledger: Ledger) -> None:
         responses=[exchange({"output": [{"content": [part], "choice_id": "id-1"}]})],
         messages=[exchange({"content": [{"type": "text", "text": "c"}], "choice_id": "id-2"})],
     )
-    captured.check(captured.to_histories(found, supervised=False), ledger, "p/m")
-    ledger.recall(found)
+    captured.check(captured.to_histories(found, supervised=False), ledger, "p/m", TOKENIZER)
+    recall(ledger, found, TOKENIZER)
     assert all("art" in choice for choice in choices_of(found))
     assert [choice["message"]["content"] for choice in choices_of(found)] == ["a", "b", "c"]
 
@@ -112,17 +117,17 @@ def test_what_the_run_did_not_sample_is_refused_by_name(
     found = groups(chat_completions=[chat([QUESTION], choice(id, "strange"))])
     choices = captured.to_histories(found, supervised=False)
     with pytest.raises(BadRequest, match="`chat_completions` exchange with `m@0`") as error:
-        captured.check(choices, ledger, "p/m")
+        captured.check(choices, ledger, "p/m", TOKENIZER)
     assert said in str(error.value) and "art.no_capture()" in str(error.value)
 
 
 def test_supervised_training_takes_the_chats_of_any_model(ledger: Ledger) -> None:
     found = groups(chat_completions=[chat([QUESTION], choice(None, "strange"))])
-    captured.check(captured.to_histories(found, supervised=True), ledger, "p/m")
+    captured.check(captured.to_histories(found, supervised=True), ledger, "p/m", TOKENIZER)
     assert ids(found) == [None]
     other = groups(messages=[{"request": {}, "response": {"content": []}}])
     with pytest.raises(BadRequest, match="`messages` exchange"):
-        captured.check(captured.to_histories(other, supervised=True), ledger, "p/m")
+        captured.check(captured.to_histories(other, supervised=True), ledger, "p/m", TOKENIZER)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def test_a_truncated_line_is_skipped(tmp_path: Path) -> None:
 
 
 def test_groups_without_averages_are_not_stored(tmp_path: Path) -> None:
-    with pytest.raises(BadRequest, match="`reward`"):
+    with pytest.raises(BadRequest, match="the reward `high`"):
         history.log(tmp_path, 0, [{"trajectories": [{"reward": "high"}]}], "val")
     assert list(tmp_path.iterdir()) == []
 

@@ -15,6 +15,7 @@ from trainer import checkpoint
 from trainer.base_model.resolve import resolve
 from trainer.config import GrpoConfig, LoraConfig
 from trainer.errors import BadRequest, CheckpointError, DiskFull, Diverged, OutOfMemory, Unsupported
+from trainer.exact_tokens import ExactTokens, mark_ambiguous
 from trainer.learner import gradient, state
 from trainer.learner.learner import Learner
 
@@ -196,6 +197,22 @@ def test_a_trajectory_that_cannot_be_trained_on_is_dropped_with_its_reason(tmp_p
     assert row["data/step_num_groups_trainable"] == 0
     allowed = train(learner(), tmp_path, [group], allow_training_without_logprobs=True)
     assert allowed[0]["data/step_num_groups_trainable"] == 1
+
+
+def test_a_step_says_how_many_prompts_were_exact_and_how_many_choices_constrained(
+    tmp_path: Path,
+) -> None:
+    given = groups(0)
+    items = [group["trajectories"][0]["messages_and_choices"][1] for group in given]
+    for item, constrained in zip(items, (True, False), strict=True):
+        ids = [int(token["token"][9:]) for token in item["logprobs"]["content"]]
+        ExactTokens([1, 2], ids, [-5.5] * len(ids), constrained).put(item)
+    mark_ambiguous(given[0]["trajectories"][1]["messages_and_choices"][1])
+    row, last = train(learner(), tmp_path, given)
+    assert last["dropped"] == [{"reason": "ambiguous", "group": 0, "trajectory": 1}]
+    names = ("exact_prompts", "rendered_prompts", "ambiguous_choices", "constrained_share")
+    assert [row[f"data/{name}"] for name in names] == [2, 3, 1, 0.2]
+    assert row["data/retokenized"] == 0
 
 
 @pytest.mark.parametrize("reward", [math.nan, math.inf, None, "1"])

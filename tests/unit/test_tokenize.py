@@ -8,7 +8,7 @@ import pytest
 from trainer.base_model.resolve import resolve
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.errors import BadRequest, Unsupported
-from trainer.exact_tokens import ExactTokens
+from trainer.exact_tokens import ExactTokens, mark_ambiguous
 from trainer.learner.tokenize import Tokenized, tokenize_trajectory
 
 END = 258  # <|im_end|>
@@ -92,15 +92,37 @@ def test_token_ids_in_logprobs_are_used_unchanged(tokenizer: Tokenizer) -> None:
     assert tokenized.retokenized == 0
 
 
-def test_a_second_turn_continues_the_exact_tokens_of_the_first(tokenizer: Tokenizer) -> None:
+def test_without_the_ledger_a_prompt_is_rendered_and_encoded_as_the_server_did(
+    tokenizer: Tokenizer,
+) -> None:
+    """The server encodes the whole conversation again, whatever tokens spelled the first turn."""
     spelled = [*b"yes", 40, END]
-    (sequence,) = tokenize_trajectory(
-        tokenizer,
-        trajectory(USER, choice("yes", spelled), USER, choice("no", [*b"no", END])),
-    ).sequences
-    between = tokenizer.encode("\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
-    prompt = tokenizer.apply_chat_template([USER])
-    assert sequence.ids == prompt + spelled + between + [*b"no", END]
+    first, second = choice("yes", spelled), choice("no", [*b"no", END])
+    tokenized = tokenize_trajectory(tokenizer, trajectory(USER, first, USER, second))
+    prompts = (
+        tokenizer.apply_chat_template([USER]),
+        tokenizer.apply_chat_template([USER, first["message"], USER]),
+    )
+    assert [sequence.ids for sequence in tokenized.sequences] == [
+        [*prompts[0], *spelled],
+        [*prompts[1], *b"no", END],
+    ]
+    assert (tokenized.exact_prompts, tokenized.rendered_prompts) == (0, 2)
+
+
+def test_turns_that_render_to_the_sampled_tokens_are_one_sequence(tokenizer: Tokenizer) -> None:
+    first, second = choice("yes", [*b"yes", END]), choice("no", [*b"no", END])
+    (sequence,) = tokenize_trajectory(tokenizer, trajectory(USER, first, USER, second)).sequences
+    assert chosen(tokenizer, Tokenized([sequence])) == [["yes<|im_end|>", "no<|im_end|>"]]
+
+
+def test_an_ambiguous_choice_is_counted_and_not_trained(tokenizer: Tokenizer) -> None:
+    unsure = choice("yes", [*b"yes", END])
+    mark_ambiguous(unsure)
+    exact = sampled([1, 2], [4, 5], [-0.1, -0.2])
+    tokenized = tokenize_trajectory(tokenizer, trajectory(USER, unsure, USER, exact))
+    assert [sequence.ids for sequence in tokenized.sequences] == [[1, 2, 4, 5]]
+    assert (tokenized.ambiguous_choices, tokenized.exact_prompts) == (1, 1)
 
 
 def test_a_truncated_turn_gets_the_end_of_turn_of_the_template(tokenizer: Tokenizer) -> None:

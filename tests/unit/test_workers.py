@@ -15,6 +15,7 @@ from trainer.engines.engine import Delta, SampleRequest
 from trainer.errors import NotReady, WorkerDied
 from trainer.server.app import create_app
 from trainer.server.backend import Backend
+from trainer.server.matching import find
 from trainer.server.workers import Workers, _Started
 
 CHAT: dict[str, Any] = {"model": "b", "messages": [{"role": "user", "content": "q"}]}
@@ -98,7 +99,7 @@ async def test_a_chat_is_recorded_in_the_ledger_and_in_its_rollout(backend: Back
     ]
     assert [item["choice_id"] for item in rollout["choices"]] == [choice["choice_id"], *ids]
     assert rollout["completions"][0]["messages"] == CHAT["messages"]
-    entry = backend.ledger.find(choice)
+    entry = find(backend.ledger, choice, backend.workers.tokenizer)
     assert entry and entry.id == choice["choice_id"] and not entry.constrained
     assert entry.rollout == "r" and entry.prompt_ids == answer["prompt_token_ids"]
     assert "art_completions_total 2" in metrics and "art_sampled_tokens_total 4" in metrics

@@ -1,7 +1,7 @@
 """Converts the groups of a train request to samples with advantages, and reports dropped ones."""
 
-import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +11,7 @@ from trainer.config import GrpoConfig
 from trainer.errors import BadRequest
 from trainer.learner.pack import Sample
 from trainer.learner.tokenize import Tokenized, tokenize_trajectory
+from trainer.rewards import are_equal, reward_of
 
 Group = Mapping[str, Any]
 Metrics = dict[str, float]
@@ -41,11 +42,12 @@ def prepare(
     """Tokenise and weight every group. Sequences longer than `limit` are dropped."""
     result = Prepared()
     deviations = []
-    retokenized = trajectories = trainable = 0
+    counts = Counter[str]()
+    trajectories = trainable = 0
     for index, group in enumerate(groups):
         members = list(group.get("trajectories") or [])
         trajectories += len(members)
-        rewards = _rewards(members, index)
+        rewards = [reward_of(member, index, number) for number, member in enumerate(members)]
         advantages = group_advantages(rewards, scale=config.scale_rewards)
         if advantages is None:
             result.drop("equal_rewards" if members else "empty_group", index, size=len(members))
@@ -58,7 +60,7 @@ def prepare(
                 allow_without_logprobs=config.allow_training_without_logprobs,
             )
             _check_ids(tokenized, vocabulary)
-            retokenized += tokenized.retokenized
+            counts.update(tokenized.counts())
             if reason := _reason_to_drop(tokenized, limit):
                 result.drop(reason, index, trajectory=number)
             elif advantage or config.kl_penalty_coef or config.kimi_k2_tau:
@@ -75,7 +77,7 @@ def prepare(
         "data/step_num_scenarios": float(len(groups)),
         "data/step_num_trajectories": float(trajectories),
         "data/step_trainer_tokens": float(sum(sum(sample.mask) for sample in result.samples)),
-        "data/retokenized": float(retokenized),
+        **_about_choices(counts),
     }
     for drop in result.dropped:
         name = f"data/dropped_{drop['reason']}"
@@ -83,26 +85,23 @@ def prepare(
     return result
 
 
+def _about_choices(counts: Mapping[str, int]) -> Metrics:
+    """How many trained choices are exact and how many are not, and those that were left out."""
+    names = ("retokenized", "exact_prompts", "rendered_prompts", "ambiguous_choices")
+    trained = counts.get("exact_prompts", 0) + counts.get("rendered_prompts", 0)
+    return {
+        **{f"data/{name}": float(counts.get(name, 0)) for name in names},
+        "data/constrained_share": counts.get("constrained", 0) / max(trained, 1),
+    }
+
+
 def group_advantages(rewards: Sequence[float], *, scale: bool) -> list[float] | None:
     """Rewards centred on the group's mean, or None if all are equal (nothing to learn)."""
-    if all(reward == rewards[0] for reward in rewards):  # not `centred == 0`: means are inexact
+    if are_equal(rewards):  # not `centred == 0`: means are inexact
         return None
     mean = statistics.fmean(rewards)
     divisor = statistics.pstdev(rewards) + 1e-6 if scale else 1.0
     return [(reward - mean) / divisor for reward in rewards]
-
-
-def _rewards(members: Sequence[Mapping[str, Any]], group: int) -> list[float]:
-    rewards = []
-    for number, member in enumerate(members):
-        reward = member.get("reward")
-        if not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise BadRequest(
-                f"Trajectory `{number}` of group `{group}` has the reward `{reward}`",
-                hint="Fix the reward function: a reward must be a finite number",
-            )
-        rewards.append(float(reward))
-    return rewards
 
 
 def _check_ids(tokenized: Tokenized, vocabulary: int) -> None:
@@ -117,6 +116,8 @@ def _check_ids(tokenized: Tokenized, vocabulary: int) -> None:
 
 def _reason_to_drop(tokenized: Tokenized, limit: int) -> str | None:
     if not tokenized.chosen:
+        if tokenized.ambiguous_choices:
+            return "ambiguous"
         return "no_logprobs" if tokenized.without_logprobs else "no_trainable_tokens"
     if any(len(sequence.ids) > limit for sequence in tokenized.sequences):
         return "too_long"

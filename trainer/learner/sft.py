@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from trainer import exact_tokens
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.config import GrpoConfig, SftConfig
 from trainer.errors import BadRequest
@@ -83,7 +84,9 @@ def _samples(
 def _as_choices(history: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The messages, with those of assistants as choices, so that they are trained on."""
     return [
-        {"finish_reason": "stop", "message": item} if item.get("role") == "assistant" else item
+        {"finish_reason": "stop", "message": item.get("message", item)}
+        if item.get("role") == "assistant" or exact_tokens.is_ambiguous(item)
+        else item
         for item in history.get("messages_and_choices") or []
     ]
 

@@ -36,11 +36,24 @@ class TokenSequence:
 
 @dataclass
 class Tokenized:
-    """A trajectory's sequences, and counts of its choices without exact tokens or logprobs."""
+    """A trajectory's sequences, and how many of its choices are exact or left out."""
 
     sequences: list[TokenSequence] = field(default_factory=list)
     retokenized: int = 0
+    """Trained choices whose text was tokenised again."""
+    exact_prompts: int = 0
+    """Trained choices with the prompt that they were sampled from, as the ledger has it."""
+    rendered_prompts: int = 0
+    """Trained choices whose prompt was rendered again: the other ones."""
+    constrained: int = 0
+    """Trained choices whose text a request limited, e.g. to a JSON schema."""
     without_logprobs: int = 0
+    ambiguous_choices: int = 0
+    """Choices that could have been sampled from several prompts, which are not trained."""
+
+    def counts(self) -> dict[str, int]:
+        """Every count by its name."""
+        return {name: value for name, value in vars(self).items() if name != "sequences"}
 
     @property
     def chosen(self) -> int:
@@ -54,6 +67,7 @@ class _Choice:
     completion: list[int] | None
     logprobs: list[float]
     prompt: list[int] | None = None
+    constrained: bool = False
 
 
 def tokenize_trajectory(
@@ -86,6 +100,9 @@ class _History:
         for index, item in enumerate(self.items):
             if not is_choice(item):
                 continue
+            if exact_tokens.is_ambiguous(item):
+                self.result.ambiguous_choices += 1
+                continue
             choice = read_choice(item)
             if not choice.logprobs and not self.allow:
                 self.result.without_logprobs += 1
@@ -107,6 +124,9 @@ class _History:
                 logprobs = []
         if not completion:
             return
+        self.result.exact_prompts += choice.prompt is not None
+        self.result.rendered_prompts += choice.prompt is None
+        self.result.constrained += choice.constrained
         current = self.current
         if current is None or prompt[: len(current.ids)] != current.ids:
             # The first choice, or a template that rewrites history: start a new sequence.
@@ -117,10 +137,10 @@ class _History:
         self.rendered_to = index + 1
 
     def _prompt(self, index: int) -> list[int]:
-        """The ids of everything before choice `index`: exact if sampled, else rendered."""
+        """The ids of everything before choice `index`, rendered and encoded as for sampling."""
         text = self._render(index, generation=True)
         current = self.current
-        if current is None:
+        if current is None or not self._only_in_tokens(index):
             return self.tokenizer.encode(text)
         # Append the text that the template adds to the last choice, and the messages after it.
         before = self._render(self.rendered_to - 1, generation=True)
@@ -129,6 +149,16 @@ class _History:
             return self.tokenizer.encode(text)
         tail = self._after_turn(through[len(before) :], current.ids[-1])
         return current.ids + self.tokenizer.encode(tail + text[len(through) :])
+
+    def _only_in_tokens(self, index: int) -> bool:
+        """Whether a choice before `index` has tokens, but a message that says nothing.
+
+        Some frameworks send tool calls this way. The prompt then needs those tokens.
+        """
+        return any(
+            is_choice(item) and not message.get("content") and not message.get("tool_calls")
+            for item, message in zip(self.items[:index], self.messages, strict=False)
+        )
 
     def _after_turn(self, turn: str, last: int) -> str:
         """The part of a rendered assistant's turn that the policy did not write."""
@@ -174,7 +204,7 @@ def is_choice(item: Item) -> bool:
 def read_choice(item: Item) -> _Choice:
     """Read the ids and logprobs of a choice. Raises BadRequest for impossible ones."""
     if exact := exact_tokens.take(item):
-        choice = _Choice(exact.completion_ids, exact.logprobs, exact.prompt_ids)
+        choice = _Choice(exact.completion_ids, exact.logprobs, exact.prompt_ids, exact.constrained)
     else:
         tokens = _tokens(item)
         logprobs = [_logprob(token) for token in tokens]

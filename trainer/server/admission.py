@@ -9,6 +9,7 @@ from trainer.errors import Conflict
 from trainer.server import captured
 from trainer.server.journal import JournaledRequest
 from trainer.server.ledger import Ledger
+from trainer.server.matching import recall
 from trainer.server.models import Model
 from trainer.server.reports import Reports
 from trainer.server.training import Training
@@ -71,10 +72,11 @@ class Admission:
             return self.start(model, journaled)
 
     def _write(self, model: Model, request: JournaledRequest) -> None:
+        tokenizer = self._workers.tokenizer
         supervised = request.config.get("kind") == "sft"
         choices = captured.to_histories(request.groups, supervised=supervised)
-        captured.check(choices, self._ledger, model.key)
-        self._ledger.recall(request.groups)
+        captured.check(choices, self._ledger, model.key, tokenizer)
+        recall(self._ledger, request.groups, tokenizer)
         model.journal.begin(request)
         self._ledger.forget(model.key, before=request.step - MATCHED_STEPS)
 

@@ -141,13 +141,18 @@ class Backend:
     # Sampling
 
     async def sample(
-        self, name: str, request: SampleRequest, *, rollout: str | None = None
+        self,
+        name: str,
+        request: SampleRequest,
+        *,
+        rollout: str | None = None,
+        template: Json | None = None,
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yield (policy step, delta), and record every choice that finishes under a new id.
 
         The name is resolved after the wait for a training step, so the request gets the new
         weights. Unless `request.stream`, all deltas come at the end, so that a death of the
-        engine loses none.
+        engine loses none. `template` holds the tools and variables that rendered the prompt.
         """
         async with self.workers.gate.sampling():
             self.last_activity = time.monotonic()
@@ -171,6 +176,8 @@ class Backend:
                             prompt_ids=request.prompt_ids,
                             completion_ids=choice.token_ids,
                             logprobs=choice.logprobs,
+                            constrained=request.constraint is not None,
+                            template=template or {},
                         )
                         self.ledger.record(entry, choice.text)
                         self.reports.metrics.count("art_completions_total")

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from kit.types import Json
+from trainer.base_model.tokenizer import Tokenizer
 from trainer.client.conversations import Turn, join
 from trainer.errors import BadRequest
 from trainer.exact_tokens import CHOICE_ID
 from trainer.server.ledger import Ledger
+from trainer.server.matching import find
 
 KINDS = ("chat_completions", "completions", "responses", "messages")
 _HINT = (
@@ -63,10 +65,10 @@ def to_histories(groups: list[Json], *, supervised: bool) -> list[Captured]:
     return found
 
 
-def check(captured: list[Captured], ledger: Ledger, run: str) -> None:
+def check(captured: list[Captured], ledger: Ledger, run: str, tokenizer: Tokenizer) -> None:
     """Refuse every choice that the run with this key did not sample."""
     for one in captured:
-        entry = ledger.find(one.turn.choice)
+        entry = find(ledger, one.turn.choice, tokenizer)
         if entry is None:
             raise one.refuse("this server did not sample")
         if entry.model != run:

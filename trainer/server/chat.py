@@ -52,9 +52,7 @@ class ChatRequest(SamplingFields):
             )
         limit = self.max_completion_tokens or self.max_tokens
         return SampleRequest(
-            prompt_ids=tokenizer.apply_chat_template(
-                self.messages, self.shown_tools, **self._variables(tokenizer)
-            ),
+            prompt_ids=tokenizer.apply_chat_template(self.messages, **self.template(tokenizer)),
             top_logprobs=self.top_logprobs or 0,
             **self.settings(tokenizer, self.tool_use, limit),
         )
@@ -67,6 +65,10 @@ class ChatRequest(SamplingFields):
     def shown_tools(self) -> list[Json] | None:
         """The tools that the model sees."""
         return None if self.tool_choice == "none" else self.tools
+
+    def template(self, tokenizer: Tokenizer) -> Json:
+        """The arguments of the chat template beside the messages, which the ledger records."""
+        return {"tools": self.shown_tools, **self._variables(tokenizer)}
 
     def _variables(self, tokenizer: Tokenizer) -> Json:
         variables = self.chat_template_kwargs or {}

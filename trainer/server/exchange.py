@@ -26,7 +26,9 @@ class Exchange:
         sample_request = chat.sample_request(tokenizer)
         self.prompt_tokens = len(sample_request.prompt_ids)
         self.answer = ChatAnswer(chat, sample_request.prompt_ids, tokenizer)
-        self.deltas = backend.sample(chat.model, sample_request, rollout=rollout)
+        self.deltas = backend.sample(
+            chat.model, sample_request, rollout=rollout, template=chat.template(tokenizer)
+        )
         """The source of `chunks`, which a stream must close when its client leaves."""
         self._backend = backend
         self._rollout = rollout

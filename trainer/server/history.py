@@ -4,6 +4,7 @@
 call.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -16,6 +17,7 @@ from typing import Any
 from kit.state_dir import HISTORY, TRAJECTORIES, step_name
 from kit.types import Json
 from trainer.errors import BadRequest
+from trainer.rewards import reward_of
 
 logger = logging.getLogger(__name__)
 
@@ -49,9 +51,9 @@ def averages(groups: Sequence[Json]) -> dict[str, float]:
     """ART's averages: reward, its deviation within groups, exception rate, and all metrics."""
     values: dict[str, list[float]] = {"reward": [], "exception_rate": []}
     spreads = []
-    for group in groups:
+    for index, group in enumerate(groups):
         members = _members(group)
-        rewards = [_number(member.get("reward"), "reward") for member in members]
+        rewards = [reward_of(member, index, at) for at, member in enumerate(members)]
         if len(rewards) > 1:
             spreads.append(statistics.pstdev(rewards))
         values["reward"] += rewards
@@ -63,7 +65,7 @@ def averages(groups: Sequence[Json]) -> dict[str, float]:
                 raise BadRequest(f"A trajectory's `metrics` is `{metrics}`", hint="Send an object")
             for name, value in metrics.items():
                 values.setdefault(name, []).append(_number(value, name))
-    means = {name: statistics.fmean(found) for name, found in values.items() if found}
+    means = {name: _mean(found) for name, found in values.items() if found}
     means["reward_std_dev"] = statistics.fmean(spreads) if spreads else 0.0
     return {name: value for name, value in means.items() if math.isfinite(value)}
 
@@ -77,7 +79,7 @@ def by_step(directory: Path) -> dict[int, dict[str, float]]:
         for name, value in line.items():
             metrics.setdefault(name, []).append(value)
     return {
-        step: {name: statistics.fmean(values) for name, values in metrics.items()}
+        step: {name: _mean(values) for name, values in metrics.items()}
         for step, metrics in sorted(found.items())
     }
 
@@ -111,6 +113,18 @@ def _members(group: Json) -> list[Json]:
 
 
 def _number(value: Any, name: str) -> float:
-    if not isinstance(value, int | float):
-        raise BadRequest(f"A trajectory's `{name}` is `{value}`", hint="Metrics are numbers")
-    return float(value)
+    if isinstance(value, int | float):
+        with contextlib.suppress(OverflowError):  # an integer may be too large for a double
+            return float(value)
+        value = f"an integer of {int(value).bit_length()} bits"
+    raise BadRequest(f"A trajectory's `{name}` is `{value}`", hint="Metrics are numbers")
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The mean, also of values whose sum is no double."""
+    try:
+        return statistics.fmean(values)
+    except OverflowError:
+        return math.fsum(value / len(values) for value in values)
+    except ValueError:  # infinities of both signs
+        return math.nan

@@ -13,7 +13,13 @@ _HELP = {
         "gauge",
         "Mean difference per token between engine and learner.",
     ),
-    "art_retokenized_total": ("counter", "Trained choices without a ledger entry."),
+    "art_retokenized_total": ("counter", "Trained choices whose text was tokenized again."),
+    "art_exact_prompts_total": (
+        "counter",
+        "Trained choices with the prompt they were sampled from.",
+    ),
+    "art_rendered_prompts_total": ("counter", "Trained choices whose prompt was rendered again."),
+    "art_ambiguous_choices_total": ("counter", "Choices left out because several prompts fit."),
 }
 
 

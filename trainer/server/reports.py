@@ -6,12 +6,19 @@ from kit.types import Json
 from trainer.config import ServerConfig
 from trainer.server import history
 from trainer.server.journal import JournaledRequest
-from trainer.server.ledger import choices_of
+from trainer.server.matching import choices_of
 from trainer.server.models import Model
 from trainer.server.prometheus import Metrics
 from trainer.server.wandb_reports import WandbReports
 
 logger = logging.getLogger(__name__)
+
+_COUNTED = {
+    "art_retokenized_total": "data/retokenized",
+    "art_exact_prompts_total": "data/exact_prompts",
+    "art_rendered_prompts_total": "data/rendered_prompts",
+    "art_ambiguous_choices_total": "data/ambiguous_choices",
+}
 
 
 class Reports:
@@ -34,7 +41,8 @@ class Reports:
         logger.info("%s is at step %s after %.1f s", model.key, model.step, seconds)
         means = _means(rows)
         self.metrics.count("art_steps_total", model=model.key)
-        self.metrics.count("art_retokenized_total", means.get("data/retokenized", 0))
+        for counter, name in _COUNTED.items():
+            self.metrics.count(counter, means.get(name, 0))
         self.metrics.set("art_step", model.step, model=model.key)
         self.metrics.set("art_train_seconds", seconds, model=model.key)
         self._record(model, {**means, **times, **_about_groups(request)})
@@ -73,7 +81,7 @@ def _about_groups(request: JournaledRequest) -> dict[str, float]:
         )
     }
     rewards = [
-        trajectory["reward"]
+        trajectory.get("reward", 0.0)
         for group in request.groups
         for trajectory in group.get("trajectories") or []
         if request.config.get("kind") != "sft"  # rewards mean nothing in supervised training

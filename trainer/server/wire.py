@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import pydantic
 
 from kit.types import Json
+from trainer import rewards
 
 # A name becomes a directory: no separators and no leading dot.
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -33,6 +34,12 @@ def _are_groups(groups: list[Json]) -> list[Json]:
     return groups
 
 
+def _with_rewards(groups: list[Json]) -> list[Json]:
+    """Normalise the rewards here, once, so that journal, learner, history and W&B agree."""
+    rewards.normalise(groups)
+    return groups
+
+
 def _are_trajectories(trajectories: list[Json]) -> list[Json]:
     _are_groups([{"trajectories": trajectories}])
     return trajectories
@@ -46,7 +53,9 @@ def _objects(holder: Json, key: str) -> list[Json]:
 
 
 PlainName = Annotated[str, pydantic.AfterValidator(_is_a_plain_name)]
-Groups = Annotated[list[Json], pydantic.AfterValidator(_are_groups)]
+Groups = Annotated[
+    list[Json], pydantic.AfterValidator(_are_groups), pydantic.AfterValidator(_with_rewards)
+]
 
 
 class ModelWire(pydantic.BaseModel):
