@@ -12,7 +12,7 @@ from trainer.harness.backend_config import ArtBackendConfig, TrainingArgs
 CUSTOM = "module:Class"
 
 
-def _type_of(value: Any) -> str | None:
+def type_of(value: Any) -> str | None:
     """Return the union tag of a mapping: its `_type`, or `CUSTOM` for any `module:Class`."""
     name = value.get("_type") if isinstance(value, dict) else getattr(value, "type", None)
     return CUSTOM if isinstance(name, str) and ":" in name else name
@@ -31,37 +31,7 @@ class CustomConfig(pydantic.BaseModel):
         return dict(self.model_extra or {})
 
 
-_Custom = Annotated[CustomConfig, Tag(CUSTOM)]
-
-
-# Workflow
-
-
-class PythonWorkflowConfig(Config):
-    """A function written by the user: `function(example, llm, **args)`, sync or async."""
-
-    type: Literal["python", "langchain", "langgraph", "llama_index", "google_adk"] = Field(
-        alias="_type"
-    )
-    """`python`, or the agent framework that the function builds an agent for."""
-    function: str
-    """`module:callable`. With a framework, a factory: it receives the framework's LLM object and
-    returns an agent."""
-    llm: str
-    """The LLM that the workflow calls, by its name in `llms`."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Extra keyword arguments for the function."""
-
-
-WorkflowConfig = Annotated[
-    Annotated[PythonWorkflowConfig, Tag("python")]
-    | Annotated[PythonWorkflowConfig, Tag("langchain")]
-    | Annotated[PythonWorkflowConfig, Tag("langgraph")]
-    | Annotated[PythonWorkflowConfig, Tag("llama_index")]
-    | Annotated[PythonWorkflowConfig, Tag("google_adk")]
-    | _Custom,
-    Discriminator(_type_of),
-]
+Custom = Annotated[CustomConfig, Tag(CUSTOM)]
 
 
 # Dataset
@@ -93,8 +63,8 @@ DatasetConfig = Annotated[
     Annotated[FileDatasetConfig, Tag("json")]
     | Annotated[FileDatasetConfig, Tag("jsonl")]
     | Annotated[FileDatasetConfig, Tag("csv")]
-    | _Custom,
-    Discriminator(_type_of),
+    | Custom,
+    Discriminator(type_of),
 ]
 
 
@@ -188,6 +158,36 @@ class WeightedSumConfig(Config):
     """Weight of each evaluator, by its name in `eval.evaluators`."""
 
 
+class EnvironmentRewardConfig(Config):
+    """The reward of the environment that the workflow runs, and its metrics. It is the default
+    with `_type: verifiers` and `_type: gymnasium`."""
+
+    type: Literal["environment"] = Field(alias="_type")
+
+
+class MathVerifyConfig(Config):
+    """Scores 1 if the output and the expected answer are equal as mathematics, else 0. Needs the
+    package `math-verify`."""
+
+    type: Literal["math_verify"] = Field(alias="_type")
+    precision: int = Field(6, ge=0)
+    """Decimal places in which two numbers must agree."""
+    strict: bool = True
+    """Tell variables, sets and intervals apart as written. If false, `x` and `y` are equal."""
+
+
+class InspectScorerConfig(Config):
+    """A scorer of the package `inspect-ai`. Its value is the score, from 0 to 1 for letters such
+    as `C` and `I`."""
+
+    type: Literal["inspect_ai"] = Field(alias="_type")
+    scorer: str
+    """Name of a built-in scorer, such as `match` or `includes`, or `module:function` of your
+    own."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the scorer."""
+
+
 EvaluatorConfig = Annotated[
     Annotated[ExactMatchConfig, Tag("exact_match")]
     | Annotated[ContainsConfig, Tag("contains")]
@@ -198,8 +198,11 @@ EvaluatorConfig = Annotated[
     | Annotated[RulerConfig, Tag("ruler")]
     | Annotated[IntermediateStepsConfig, Tag("intermediate_steps")]
     | Annotated[WeightedSumConfig, Tag("weighted_sum")]
-    | _Custom,
-    Discriminator(_type_of),
+    | Annotated[EnvironmentRewardConfig, Tag("environment")]
+    | Annotated[MathVerifyConfig, Tag("math_verify")]
+    | Annotated[InspectScorerConfig, Tag("inspect_ai")]
+    | Custom,
+    Discriminator(type_of),
 ]
 
 
@@ -237,13 +240,13 @@ class ArtTrainerConfig(Config):
 
 
 TrajectoryBuilderConfig = Annotated[
-    Annotated[ArtTrajectoryBuilderConfig, Tag("openpipe_art_traj_builder")] | _Custom,
-    Discriminator(_type_of),
+    Annotated[ArtTrajectoryBuilderConfig, Tag("openpipe_art_traj_builder")] | Custom,
+    Discriminator(type_of),
 ]
 TrainerAdapterConfig = Annotated[
-    Annotated[ArtTrainerAdapterConfig, Tag("openpipe_art_trainer_adapter")] | _Custom,
-    Discriminator(_type_of),
+    Annotated[ArtTrainerAdapterConfig, Tag("openpipe_art_trainer_adapter")] | Custom,
+    Discriminator(type_of),
 ]
 TrainerConfig = Annotated[
-    Annotated[ArtTrainerConfig, Tag("openpipe_art_trainer")] | _Custom, Discriminator(_type_of)
+    Annotated[ArtTrainerConfig, Tag("openpipe_art_trainer")] | Custom, Discriminator(type_of)
 ]

@@ -4,24 +4,25 @@ Each component has a name and a `_type`: one of ours, or the user's `module:Clas
 """
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
-import yaml
 from pydantic import Field, SecretStr
 
-from kit.config import Config, Location, read_yaml, validate
+from kit.config import Config, read_yaml, validate
 from kit.errors import ConfigError, plural
 from trainer.harness.components import (
     DatasetConfig,
+    EnvironmentRewardConfig,
     EvaluatorConfig,
     TrainerAdapterConfig,
     TrainerConfig,
     TrajectoryBuilderConfig,
-    WorkflowConfig,
 )
+from trainer.harness.overrides import override
+from trainer.harness.workflow_config import EnvironmentConfig, WorkflowConfig
 
 ReportTo = Literal["wandb", "tensorboard", "mlflow", "langfuse", "openpipe"]
 WHOLE_WORKFLOW = "<workflow>"
@@ -179,52 +180,33 @@ class FinetuneConfig(Config):
     """The training run: its components, its length and its output."""
 
     @property
+    def evaluators(self) -> Mapping[str, Any]:
+        """Evaluators by name. An environment brings one of its own, if none of these is it."""
+        given = self.eval.evaluators
+        own = any(isinstance(one, EnvironmentRewardConfig) for one in given.values())
+        if own or not isinstance(self.workflow, EnvironmentConfig):
+            return given
+        return {"environment": EnvironmentRewardConfig(_type="environment"), **given}
+
+    @property
     def reward_name(self) -> str:
         """Name of the evaluator that gives the reward."""
-        given = self.finetuning.reward_function
-        return given.name if given else next(iter(self.eval.evaluators))
+        if given := self.finetuning.reward_function:
+            return given.name
+        for name, evaluator in self.evaluators.items():
+            if isinstance(evaluator, EnvironmentRewardConfig):
+                return name
+        return next(iter(self.evaluators))
 
 
 def load_config(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> FinetuneConfig:
     """Read `path`, apply the overrides, and check that every component it names exists."""
     data, lines = read_yaml(path)
     for name, value in overrides:
-        _override(data, lines, name, value)
+        override(data, lines, name, value)
     config = validate(FinetuneConfig, data, source=str(path), lines=lines)
     _check_names(config, str(path))
     return config
-
-
-def _override(data: dict[str, Any], lines: dict[Location, int], name: str, text: str) -> None:
-    """Set one value by its dotted path, such as `finetuning.num_epochs`. The text is YAML."""
-    *parents, leaf = name.split(".")
-    section: Any = data
-    place: Location = ()
-    for part in parents:
-        place = (*place, part)
-        lines.setdefault(place, 0)
-        section = section.setdefault(part, {})
-        if not isinstance(section, dict):
-            raise ConfigError(
-                f"Cannot set `-o {name}`: `{'.'.join(map(str, place))}` has no settings",
-                hint="Give the setting's path in the file, such as `finetuning.num_epochs`",
-            )
-    try:
-        section[leaf] = _parse_value(text)
-    except yaml.YAMLError as exc:
-        raise ConfigError(
-            f"`-o {name} {text}`: the value is not valid YAML",
-            hint="Write the value as in the config file",
-        ) from exc
-    lines[(*place, leaf)] = 0
-
-
-def _parse_value(text: str) -> Any:
-    """Parse a value as the config file does. PyYAML by itself reads `1e-6` as a string."""
-    try:
-        return float(text) if not text.lstrip("+-").isdigit() else int(text)
-    except ValueError:
-        return yaml.safe_load(text)
 
 
 def _check_names(config: FinetuneConfig, source: str) -> None:
@@ -251,11 +233,12 @@ def _check_names(config: FinetuneConfig, source: str) -> None:
     check("finetuning.target_model", finetuning.target_model, config.llms)
     if finetuning.reward_function:
         name = finetuning.reward_function.name
-        check("finetuning.reward_function.name", name, config.eval.evaluators)
-    for name, evaluator in config.eval.evaluators.items():
+        check("finetuning.reward_function.name", name, config.evaluators)
+    for name, evaluator in config.evaluators.items():
         check(f"eval.evaluators.{name}.llm", getattr(evaluator, "llm", None), config.llms)
         for part in getattr(evaluator, "weights", {}):
-            check(f"eval.evaluators.{name}.weights", part, config.eval.evaluators)
+            check(f"eval.evaluators.{name}.weights", part, config.evaluators)
+    faults += _environment_faults(config)
     if finetuning.enabled:
         faults += _missing(config)
     if faults:
@@ -265,8 +248,23 @@ def _check_names(config: FinetuneConfig, source: str) -> None:
         )
 
 
+def _environment_faults(config: FinetuneConfig) -> list[str]:
+    """Return a message for each setting that does not go with the kind of workflow."""
+    kind = config.workflow.type
+    if isinstance(config.workflow, EnvironmentConfig):
+        unused = config.eval.general.dataset is not None
+        return [f"`eval.general.dataset` has no use: `{kind}` brings its examples"] * unused
+    return [
+        f"`eval.evaluators.{name}` is `environment`, but the workflow is `{kind}`"
+        for name, evaluator in config.evaluators.items()
+        if isinstance(evaluator, EnvironmentRewardConfig)
+    ]
+
+
 def _missing(config: FinetuneConfig) -> list[str]:
     """Return a message for each setting that finetuning needs and the config lacks."""
+    if isinstance(config.workflow, EnvironmentConfig):
+        return []  # it brings both
     missing = []
     if config.eval.general.dataset is None:
         missing.append("`eval.general.dataset` is required when finetuning is enabled")

@@ -15,6 +15,7 @@ from trainer.errors import BadScore
 from trainer.harness import components as configs
 from trainer.harness.judges import LlmJudge, Ruler
 from trainer.harness.llm import Llms
+from trainer.harness.scorers import inspect_scorer, math_verify
 from trainer.harness.types import Failure, WorkflowRun
 from trainer.harness.user_code import call, create_component, import_object
 
@@ -144,14 +145,18 @@ class Scorer:
 
 
 def load_evaluators(
-    configured: Mapping[str, Any], llms: Llms, *, reward: str | None = None
+    configured: Mapping[str, Any],
+    llms: Llms,
+    *,
+    reward: str | None = None,
+    environment: Evaluator | None = None,
 ) -> dict[str, Evaluator]:
     """Create the evaluators of a config.
 
     A weighted sum scores its parts itself, so they are left out, except for `reward`.
     """
     created: dict[str, Evaluator] = {
-        name: _create(config, llms)
+        name: _create(config, llms, environment)
         for name, config in configured.items()
         if not isinstance(config, configs.WeightedSumConfig)
     }
@@ -177,7 +182,7 @@ def load_evaluators(
     }
 
 
-def _create(config: Any, llms: Llms) -> Evaluator:
+def _create(config: Any, llms: Llms, environment: Evaluator | None) -> Evaluator:
     match config:
         case configs.CustomConfig():
             evaluator: Evaluator = create_component(config)
@@ -198,6 +203,13 @@ def _create(config: Any, llms: Llms) -> Evaluator:
             return LlmJudge(llms, config)
         case configs.RulerConfig():
             return Ruler(llms, config)
+        case configs.EnvironmentRewardConfig():
+            assert environment is not None  # checked with the config
+            return environment
+        case configs.MathVerifyConfig():
+            return EachRun(math_verify(config), {})
+        case configs.InspectScorerConfig():
+            return EachRun(inspect_scorer(config), {})
     raise AssertionError(config)
 
 

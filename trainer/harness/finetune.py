@@ -9,22 +9,25 @@ from typing import Any
 
 from rich.console import Console
 
+from kit.errors import ConfigError
 from trainer.errors import TrainingFailed
 from trainer.harness import components as configs
 from trainer.harness.config import FinetuneConfig, load_config
 from trainer.harness.context import Context
 from trainer.harness.dataset import load_examples
+from trainer.harness.environments.environment import Environment, load_environment
 from trainer.harness.evaluators import Scorer, load_evaluators
 from trainer.harness.history import METRICS, PLOT, History
-from trainer.harness.llm import Llms
+from trainer.harness.llm import Llms, Workflow
 from trainer.harness.progress import ConsoleLines, Progress
 from trainer.harness.runner import Runner
 from trainer.harness.trainer import ARTTrainer
 from trainer.harness.trainer_adapter import ARTTrainerAdapter
 from trainer.harness.trajectory_builder import ARTTrajectoryBuilder
-from trainer.harness.types import TrainingJobStatus, TrainingStatusEnum
+from trainer.harness.types import Example, TrainingJobStatus, TrainingStatusEnum
 from trainer.harness.user_code import create_component
 from trainer.harness.workflow import load_workflow
+from trainer.harness.workflow_config import EnvironmentConfig
 
 logger = logging.getLogger(__name__)
 
@@ -64,14 +67,33 @@ async def train(
         logger.info("Finetuning is not enabled in %s: nothing to do", config_file)
         return None
     llms = Llms(config.llms)
-    context = _context(config, llms, Progress(console))
+    environment = load_environment(config.workflow)
+    context = _context(config, llms, Progress(console), environment)
     context.resume = resume
-    if validation_dataset is not None:
+    context.validation = _validation(config, environment, validation_dataset)
+    context.validation_interval = validation_interval
+    try:
+        return await _run(config, context, llms)
+    finally:
+        if environment is not None:
+            await environment.close()
+
+
+def _validation(
+    config: FinetuneConfig, environment: Environment | None, file: Path | None
+) -> Sequence[Example] | None:
+    """Return the examples to validate on: those of the file, or the environment's own."""
+    if environment is None:
         dataset = config.eval.general.dataset
         assert dataset is not None  # checked with the config
-        context.validation = load_examples(dataset, validation_dataset)
-        context.validation_interval = validation_interval
-    return await _run(config, context, llms)
+        return None if file is None else load_examples(dataset, file)
+    if file is not None:
+        raise ConfigError(
+            "`--validation_dataset` has no use: the environment brings its examples",
+            hint="Set `workflow.validation_examples` instead",
+        )
+    assert isinstance(config.workflow, EnvironmentConfig)
+    return environment.examples("eval") if config.workflow.validation_examples else None
 
 
 async def _run(config: FinetuneConfig, context: Context, llms: Llms) -> Result:
@@ -97,17 +119,23 @@ async def _run(config: FinetuneConfig, context: Context, llms: Llms) -> Result:
     return Result(config, statuses, getattr(trainer, "history", None))
 
 
-def _context(config: FinetuneConfig, llms: Llms, progress: Progress) -> Context:
+def _context(
+    config: FinetuneConfig, llms: Llms, progress: Progress, environment: Environment | None
+) -> Context:
     general, finetuning = config.eval.general, config.finetuning
-    assert general.dataset is not None
-    scorer = Scorer(
-        load_evaluators(config.eval.evaluators, llms, reward=config.reward_name),
-        config.reward_name,
+    evaluators = load_evaluators(
+        config.evaluators, llms, reward=config.reward_name, environment=environment
     )
+    workflow: Workflow
+    if environment is not None:
+        workflow, examples = environment.run, environment.examples("train")
+    else:
+        assert general.dataset is not None and not isinstance(config.workflow, EnvironmentConfig)
+        workflow, examples = load_workflow(config.workflow), load_examples(general.dataset)
     runner = Runner(
-        load_workflow(config.workflow),
+        workflow,
         llms,
-        scorer,
+        Scorer(evaluators, config.reward_name),
         llm=getattr(config.workflow, "llm", None),
         max_concurrency=general.max_concurrency,
         run_timeout=general.run_timeout,
@@ -116,7 +144,7 @@ def _context(config: FinetuneConfig, llms: Llms, progress: Progress) -> Context:
     return Context(
         config=config,
         runner=runner,
-        examples=load_examples(general.dataset),
+        examples=examples,
         progress=progress,
         trajectory_builder=_component(
             config.trajectory_builders, finetuning.trajectory_builder, ARTTrajectoryBuilder

@@ -13,7 +13,7 @@ from kit.errors import ConfigError
 from trainer.errors import RunFailed
 from trainer.harness.evaluators import Scorer
 from trainer.harness.llm import Llms, Workflow
-from trainer.harness.types import Example, Failure, WorkflowRun
+from trainer.harness.types import Example, Failure, Outcome, WorkflowRun
 
 logger = logging.getLogger(__name__)
 OnDone = Callable[[WorkflowRun], None]
@@ -78,7 +78,10 @@ class Runner:
             timeout = asyncio.timeout(self._timeout)
             try:
                 async with timeout:
-                    run.output = await self._workflow(run.example, handle)
+                    result = await self._workflow(run.example, handle)
+                if not isinstance(result, Outcome):
+                    result = Outcome(result, None)
+                run.output, run.state = result.output, result.state
                 run.completions = await self._llms.completions(handle)
                 run.step_rewards = self._llms.step_rewards(handle)
             except Exception as error:  # an error in the user's code loses this run only

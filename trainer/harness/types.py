@@ -64,12 +64,23 @@ class Completion:
 
 
 @dataclass
+class Outcome:
+    """What a workflow returns if its evaluator needs more than the output."""
+
+    output: Any
+    state: Any
+    """For the evaluator, as `run.state`."""
+
+
+@dataclass
 class WorkflowRun:
     """One run of the workflow on one example, as evaluators receive it."""
 
     example: Example
     generation: int
     output: Any = None
+    state: Any = None
+    """What an environment keeps about the run for its own reward."""
     completions: list[Completion] = field(default_factory=list)
     step_rewards: list[float] = field(default_factory=list)
     """Rewards that the workflow reported with `llm.reward(...)`."""

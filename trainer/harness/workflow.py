@@ -4,10 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 from trainer.harness import frameworks
-from trainer.harness.components import CustomConfig, PythonWorkflowConfig
+from trainer.harness.components import CustomConfig
 from trainer.harness.llm import Llm, Workflow
 from trainer.harness.types import Example
 from trainer.harness.user_code import call, create_component, import_object
+from trainer.harness.workflow_config import PythonWorkflowConfig
 
 
 def load_workflow(config: PythonWorkflowConfig | CustomConfig) -> Workflow:

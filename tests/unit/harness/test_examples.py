@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from trainer.harness.components import FileDatasetConfig, PythonWorkflowConfig
+from trainer.harness.components import FileDatasetConfig
 from trainer.harness.config import load_config
 from trainer.harness.dataset import load_examples
 from trainer.harness.user_code import import_object
+from trainer.harness.workflow_config import PythonWorkflowConfig
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = sorted((ROOT / "examples" / "temporal_clue").glob("*.yaml"))
