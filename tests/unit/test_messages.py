@@ -87,16 +87,19 @@ def test_tools_and_the_choice_among_them_reach_the_chat(choice: Any, expected: A
 
 def test_the_settings_reach_the_chat() -> None:
     schema = {"type": "json_schema", "schema": {"type": "object"}}
-    made = chat(stop_sequences=["END"], temperature=0.5, top_k=3, output_config={"format": schema})
+    output = {"format": schema, "effort": "max"}
+    made = chat(stop_sequences=["END"], temperature=0.5, top_k=3, output_config=output)
     sent = made.model_dump(exclude_unset=True)
     assert (sent["max_tokens"], sent["stop"], sent["temperature"]) == (5, ["END"], 0.5)
+    assert sent["reasoning_effort"] == "xhigh"
+    assert chat(thinking={"type": "disabled"}).reasoning_effort == "none"
     assert sent["top_k"] == 3 and sent["response_format"]["type"] == "json_schema"
 
 
 @pytest.mark.parametrize(
     "neutral",
     [
-        *({"thinking": {"type": "disabled"}}, {"metadata": {"user_id": "me"}}, {"tools": []}),
+        *({"thinking": {"type": "adaptive"}}, {"metadata": {"user_id": "me"}}, {"tools": []}),
         *({"service_tier": "auto"}, {"cache_control": {"type": "ephemeral"}}, {"mcp_servers": []}),
     ],
 )

@@ -13,16 +13,13 @@ from trainer.server.chat import ChatRequest
 from trainer.server.translate import chat_request, check_extra
 
 # Default values that clients send unprompted. Any other value is refused by its key.
-_NEUTRAL: Json = {
-    **{"container": None, "context_management": None, "mcp_servers": []},
-}
+_NEUTRAL: Json = {"mcp_servers": []}
 # Keys that change no answer: storage, billing and caching at Anthropic.
 _NO_EFFECT = {"betas", "cache_control", "inference_geo", "metadata", "service_tier"}
 _TOOL_KEYS = {"type", "name", "description", "input_schema", "strict"}
-_TOOL_NO_EFFECT = {"cache_control", "input_examples"}
-_TOOL_NEUTRAL: Json = {
-    **{"defer_loading": False, "eager_input_streaming": False, "allowed_callers": ["direct"]},
-}
+_TOOL_NO_EFFECT = {"cache_control", "eager_input_streaming"}
+_TOOL_NEUTRAL: Json = {"defer_loading": False, "allowed_callers": ["direct"]}
+_EFFORTS = {"max": "xhigh"}  # the highest that a chat has
 
 
 class Turn(pydantic.BaseModel):
@@ -54,11 +51,6 @@ class CountRequest(pydantic.BaseModel):
     def chat(self, **settings: Any) -> ChatRequest:
         """The same request as a chat, with `settings` of its own."""
         passed = check_extra(self.model_extra, _NEUTRAL, _NO_EFFECT)
-        if (self.thinking or {}).get("type") not in (None, "disabled"):
-            raise Unsupported(
-                "`thinking` is not supported",
-                hint="Send `disabled`; a model that thinks does so in its text",
-            )
         tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or ())] or None
         output = self.output_config or {}
         return chat_request(
@@ -69,8 +61,22 @@ class CountRequest(pydantic.BaseModel):
             messages=self._messages(),
             tools=tools,
             response_format=_format(output.get("format") or self.output_format),
-            reasoning_effort=output.get("effort"),
+            reasoning_effort=self._effort(),
         )
+
+    def _effort(self) -> str | None:
+        """How long to think, for chat templates that know it."""
+        match (self.thinking or {}).get("type"):
+            case None | "adaptive":  # the model decides, as it does anyway
+                effort = (self.output_config or {}).get("effort")
+                return _EFFORTS.get(effort, effort) if effort else None
+            case "disabled":
+                return "none"
+            case kind:
+                raise Unsupported(
+                    f"`thinking` of type `{kind}` is not supported",
+                    hint="Send `disabled` or `adaptive`; a model that thinks does so in its text",
+                )
 
     def _messages(self) -> list[Json]:
         messages: list[Json] = []
