@@ -61,7 +61,8 @@ def check_training(server: Serving, name: str, rollouts: list[str], ids: list[li
     ]
     trained, metrics = train(server, name, trajectories)
     assert trained == ids
-    assert metrics["data/retokenized"] == 0 and metrics["loss/grad_norm"] > 0
+    assert metrics["data/retokenized"] == metrics["data/rendered_prompts"] == 0
+    assert metrics["data/exact_prompts"] == 4 and metrics["loss/grad_norm"] > 0
 
 
 def responses_agent(client: openai.OpenAI, model: str, *, stateful: bool) -> list[Any]:

@@ -65,6 +65,29 @@ def test_a_stream_has_the_same_text_and_tokens(client: openai.OpenAI) -> None:
     assert chunks[-1].usage == whole.usage
 
 
+def test_an_echo_gives_the_prompt_the_logprobs_that_it_had_when_sampled(
+    client: openai.OpenAI,
+) -> None:
+    sampled: Any = client.completions.create(model=BASE, prompt="Hello", max_tokens=4, logprobs=2)
+    choice = sampled.choices[0]
+    whole = choice.prompt_token_ids + choice.token_ids
+    scored: Any = client.completions.create(
+        model=BASE, prompt=[whole], max_tokens=0, echo=True, logprobs=2
+    )
+    echo = scored.choices[0]
+    assert echo.token_ids == [] and echo.prompt_token_ids == whole
+    assert echo.logprobs.token_logprobs[0] is None and echo.logprobs.top_logprobs[0] is None
+    size = len(choice.token_ids)
+    for key in ("token_logprobs", "tokens"):
+        found, expected = (getattr(c.logprobs, key)[-size:] for c in (echo, choice))
+        assert found == (pytest.approx(expected, abs=1e-3) if key == "token_logprobs" else expected)
+    for tops, logprob in zip(
+        echo.logprobs.top_logprobs[1:], echo.logprobs.token_logprobs[1:], strict=True
+    ):
+        assert max(tops.values()) >= logprob and len(tops) <= 3
+    assert scored.usage.completion_tokens == 0
+
+
 @pytest.mark.parametrize(
     ("fields", "name"),
     [({"suffix": "x"}, "`suffix`"), ({"best_of": 2}, "`best_of`"), ({"prompt": ""}, "`prompt`")],

@@ -179,7 +179,8 @@ class Backend:
                             constrained=request.constraint is not None,
                             template=template or {},
                         )
-                        self.ledger.record(entry, choice.text)
+                        if choice.token_ids:  # a request may ask for the prompt's logprobs only
+                            self.ledger.record(entry, choice.text)
                         self.reports.metrics.count("art_completions_total")
                         tokens = len(choice.token_ids)
                         self.reports.metrics.count("art_sampled_tokens_total", tokens)
