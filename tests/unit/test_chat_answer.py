@@ -111,3 +111,9 @@ def test_reasoning_effort_reaches_the_template(
     request = ChatRequest(model="m", messages=[{}], reasoning_effort=effort)
     assert thinking.decode(request.sample_request(thinking).prompt_ids) == text
     assert request.warnings(thinking) == []
+
+
+def test_a_rollout_keeps_the_tools_that_the_model_saw(tokenizer: Tokenizer) -> None:
+    for choice, shown in (("auto", [TOOL]), ("none", None)):
+        built, _ = answer(tokenizer, "x", tools=[TOOL], tool_choice=choice)
+        assert built.conversation()["tools"] == shown

@@ -91,7 +91,7 @@ class ChatAnswer:
             "policy_step": self._step,
             "created": time.time(),
             "messages": self._request.messages,
-            "tools": self._request.tools,
+            "tools": self._request.shown_tools,
             "choices": self._whole_choices(),
         }
 

@@ -20,7 +20,7 @@ _TYPES = {
 }
 _CODES = {401: "invalid_api_key", 413: "request_too_large"}
 _TEXT_ONLY = "Only text is sampled here; send this to the provider that the agent used before"
-_NO_STORAGE = "Nothing is stored here; send the whole conversation to `/v1/chat/completions`"
+_NO_STORAGE = "No files or threads are stored; send the conversation to `/v1/chat/completions`"
 # Routes of other servers that agents try, and what to do instead.
 _UNSERVED = {
     "embeddings": "This server has no embeddings; give the agent's retriever another provider",
