@@ -2,7 +2,8 @@
 
 TrainerError
 ├── BadRequest         the client sent something we cannot use (HTTP 400)
-│   └── Unsupported    a setting or feature we do not have, by name
+│   ├── Unsupported    a setting or feature we do not have, by name
+│   └── TooLong        the prompt and its answer do not fit the context
 ├── NotFound           no such model, step or checkpoint (404)
 ├── Conflict           it would clash with what is being served (409)
 ├── ModelError         the base model cannot be loaded
@@ -49,6 +50,11 @@ class BadRequest(TrainerError):
 class Unsupported(BadRequest):
     code = "unsupported_parameter"
     hint = "Remove it"
+
+
+class TooLong(BadRequest):
+    code = "context_length_exceeded"  # OpenAI's; agents shorten their memory when they see it
+    hint = "Shorten the messages, or lower `max_tokens`"
 
 
 class NotFound(TrainerError):

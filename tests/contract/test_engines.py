@@ -505,7 +505,7 @@ async def test_a_choice_ends_at_the_limit_of_the_context(engine: Engine) -> None
     prompt = PROMPT * 84  # close to vLLM's `max_model_len` of 2,048
     (choice,) = await sample(engine, prompt_ids=prompt[:2040], seed=1, max_tokens=8)
     assert choice.token_ids
-    with pytest.raises(BadRequest, match="do not fit the context of"):
+    with pytest.raises(BadRequest, match="maximum context length"):
         await sample(engine, prompt_ids=prompt[:2040], max_tokens=9000)
 
 

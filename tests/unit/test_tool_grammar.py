@@ -87,3 +87,10 @@ def test_an_unknown_keyword_is_an_error_for_a_strict_function_only() -> None:
         function = {"name": "f", "parameters": unknown, "strict": strict}
         use = tool_use([{"type": "function", "function": function}], "required", None)
         assert bool(llguidance.LLMatcher.validate_grammar(tool_grammar(use))) is strict
+
+
+def test_a_format_that_nobody_knows_has_no_effect() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": "colour"}}}
+    function = {"name": "f", "parameters": schema, "strict": True}
+    use = tool_use([{"type": "function", "function": function}], "required", None)
+    assert matches(tool_grammar(use), call("f", a="x"))

@@ -1,7 +1,7 @@
 """Checks of a request that every engine makes before it samples, with one wording for all."""
 
 from trainer.engines.engine import SampleRequest
-from trainer.errors import BadRequest
+from trainer.errors import BadRequest, TooLong
 
 MOST_TOP_LOGPROBS = 20
 
@@ -17,10 +17,10 @@ def token_limit(request: SampleRequest, *, context: int, vocabulary: int) -> int
     room = context - len(prompt)
     wanted = 1 if request.max_tokens is None else request.max_tokens
     if wanted > room:
-        raise BadRequest(
-            f"{len(prompt)} prompt tokens and `max_tokens` {wanted} do not fit "
-            f"the context of {context} tokens",
-            hint="Shorten the messages, or lower `max_tokens`",
+        # Agents tell this error from others by these words of OpenAI and vLLM.
+        raise TooLong(
+            f"{len(prompt)} prompt tokens and `max_tokens` {wanted} do not fit: "
+            f"this model's maximum context length is {context} tokens"
         )
     limit = room if request.max_tokens is None else request.max_tokens
     if limit < (0 if request.prompt_logprobs else 1):

@@ -62,7 +62,7 @@ def json_schema(constraint: Constraint) -> Json:
         schema = {}
     if not isinstance(schema, dict):
         raise _unusable(constraint, "a JSON schema must be an object")
-    schema = _without_unknown_formats(schema)
+    schema = without_unknown_formats(schema)
     own = schema.get("x-guidance")
     return {**schema, "x-guidance": {**JSON_STYLE, **(own if isinstance(own, dict) else {})}}
 
@@ -125,10 +125,10 @@ def _parse(constraint: Constraint) -> Any:
         raise _unusable(constraint, f"it is not JSON: {error}") from None
 
 
-def _without_unknown_formats(schema: Any) -> Any:
+def without_unknown_formats(schema: Any) -> Any:
     """Return a copy of a schema without the formats that llguidance does not know."""
     if isinstance(schema, list):
-        return [_without_unknown_formats(one) for one in schema]
+        return [without_unknown_formats(one) for one in schema]
     if not isinstance(schema, dict):
         return schema
     result = {}
@@ -136,9 +136,9 @@ def _without_unknown_formats(schema: Any) -> Any:
         if key == "format" and isinstance(value, str) and value not in FORMATS:
             continue
         if key in NESTED:
-            value = _without_unknown_formats(value)
+            value = without_unknown_formats(value)
         elif key in NAMED and isinstance(value, dict):
-            value = {name: _without_unknown_formats(one) for name, one in value.items()}
+            value = {name: without_unknown_formats(one) for name, one in value.items()}
         result[key] = value
     return result
 

@@ -18,7 +18,7 @@ from kit.state_dir import CHECKPOINTS, RUN, model_path
 from trainer import checkpoint
 from trainer.config import LoraConfig
 from trainer.engines.engine import SampleRequest
-from trainer.errors import BadRequest, Conflict, NotFound, NotReady, TrainerError
+from trainer.errors import Conflict, NotFound, NotReady, TooLong, TrainerError
 from trainer.server.journal import Journal, JournaledRequest
 from trainer.server.wire import ModelWire
 
@@ -89,7 +89,7 @@ class Model:
             room = self.max_seq_length - len(request.prompt_ids)
             needed = 1 if limit is None else limit
             if needed > room:
-                raise BadRequest(
+                raise TooLong(
                     f"{len(request.prompt_ids)} prompt tokens and `max_tokens` {needed} do not "
                     f"fit the model's `max_seq_length` of {self.max_seq_length}",
                     hint="Shorten the messages, or raise `max_seq_length` in `init_args`",

@@ -8,9 +8,10 @@ import json
 from typing import Any
 
 from kit.types import Json
+from trainer.engines.constraints import JSON_STYLE, without_unknown_formats
 from trainer.engines.engine import Constraint
 from trainer.errors import BadRequest, Unsupported
-from trainer.server.tool_grammar import SPACING, tool_grammar
+from trainer.server.tool_grammar import tool_grammar
 from trainer.server.tools import NAME, ToolUse
 
 GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
@@ -47,7 +48,7 @@ def _schema(response_format: Json) -> Json | None:
         case {"type": "text"}:
             return None
         case {"type": "json_object"}:
-            return _with_spacing({"type": "object"}, strict=True)
+            return _with_style({"type": "object"}, strict=True)
         case {"type": "json_schema", "json_schema": {"schema": dict(schema), **rest}}:
             name = rest.get("name")
             if name is not None and not (isinstance(name, str) and NAME.fullmatch(name)):
@@ -56,7 +57,7 @@ def _schema(response_format: Json) -> Json | None:
                     hint="Use up to 64 letters, digits, `_` and `-`",
                     param="response_format.json_schema.name",
                 )
-            return _with_spacing(schema, strict=bool(rest.get("strict")))
+            return _with_style(schema, strict=bool(rest.get("strict")))
         case {"type": "json_schema"}:
             raise BadRequest(
                 "`response_format` has no `json_schema.schema`",
@@ -91,11 +92,11 @@ def _structured_outputs(fields: Json) -> Constraint | None:
 def _constraint_of(kind: str, value: Any) -> Constraint:
     match kind, value:
         case "json", dict():
-            return Constraint("json_schema", json.dumps(_with_spacing(value, strict=False)))
+            return Constraint("json_schema", json.dumps(_with_style(value, strict=False)))
         case "json", str():
             return _constraint_of(kind, _parsed(value))
         case "json_object", True:
-            schema = _with_spacing({"type": "object"}, strict=True)
+            schema = _with_style({"type": "object"}, strict=True)
             return Constraint("json_schema", json.dumps(schema))
         case "regex" | "grammar", str():
             return Constraint("regex" if kind == "regex" else "grammar", value)
@@ -122,9 +123,7 @@ def _parsed(text: str) -> Json:
     return value
 
 
-def _with_spacing(schema: Json, *, strict: bool) -> Json:
-    """Fix the white space between values: a small model could write spaces until its limit.
-
-    Keywords that the grammar library does not know are an error only if the schema is strict.
-    """
-    return {**schema, "x-guidance": {**SPACING, "lenient": not strict}}
+def _with_style(schema: Json, *, strict: bool) -> Json:
+    """Keywords that the grammar library does not know are an error only if the schema is strict."""
+    known = without_unknown_formats(schema)
+    return {**known, "x-guidance": {**JSON_STYLE, "lenient": not strict}}

@@ -8,11 +8,10 @@ import json
 from typing import Any
 
 from kit.types import Json
+from trainer.engines.constraints import JSON_STYLE, without_unknown_formats
 from trainer.server.tool_calls import CLOSE, OPEN
 from trainer.server.tools import ToolUse
 
-# As `json.dumps` and the chat templates write it, so that a call looks the same in later prompts.
-SPACING: Json = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # With one of these beside `properties`, other properties may be declared elsewhere in the schema.
 _ELSEWHERE = {
     "$ref",
@@ -58,13 +57,13 @@ def _arguments(function: Json, *, forced: bool) -> Json:
     strict = bool(function.get("strict"))
     schema: dict[str, Any] = {"type": "object"}
     if strict or forced:
-        schema = dict(function.get("parameters") or {"properties": {}})
+        schema = without_unknown_formats(function.get("parameters") or {"properties": {}})
         schema.setdefault("type", "object")
         # Nobody reads an argument that is not declared, and Python's functions reject it.
         if "properties" in schema and not _ELSEWHERE & schema.keys():
             schema["additionalProperties"] = False
     # Keywords that the library does not know are an error only for a strict function.
-    return {**schema, "x-guidance": {**SPACING, "lenient": not strict}}
+    return {**schema, "x-guidance": {**JSON_STYLE, "lenient": not strict}}
 
 
 def _quote(text: str) -> str:
