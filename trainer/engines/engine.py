@@ -81,7 +81,8 @@ class Delta:
     """Tokens and text added to one choice since its previous delta.
 
     All logprobs are the policy's own: before temperature, penalties, bias and constraint, because
-    the learner computes the same ones.
+    the learner computes the same ones. While a constrained choice is streamed, its tokens may come
+    later than its text: with the last delta, where the engine learns these logprobs at the end.
     """
 
     index: int

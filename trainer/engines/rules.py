@@ -38,8 +38,9 @@ class Rules:
             logits[~self._allowed(self.matcher, logits)] = -torch.inf
         if len(tokens) < request.min_tokens:
             logits[self._ends] = -torch.inf
-        for token, bias in request.logit_bias:
-            logits[token] += bias
+        if request.logit_bias:
+            biased, biases = zip(*request.logit_bias, strict=True)
+            logits[list(biased)] += torch.tensor(biases, device=logits.device)
         if request.repetition_penalty != 1:
             seen = torch.tensor(sorted({*request.prompt_ids, *tokens}), device=logits.device)
             values, penalty = logits[seen], request.repetition_penalty

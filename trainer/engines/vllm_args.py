@@ -4,10 +4,11 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from kit.types import Json
 from trainer.base_model.precision import dtype_name
+from trainer.config import Target
 from trainer.engines.gpus import gpus_required
 from trainer.errors import Unsupported
 
@@ -27,6 +28,7 @@ REFUSED = {
     **dict.fromkeys(("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"), _WHERE),
     **dict.fromkeys(("config", "model", "model_tag", "served_model_name", "headless"), _WHERE),
     **dict.fromkeys(("enable_lora", "lora_modules", "lora_dtype", "fully_sharded_loras"), _LORA),
+    **dict.fromkeys(("lora_target_modules",), _LORA),
     **dict.fromkeys(("logprobs_mode", "generation_config", "skip_tokenizer_init"), _TOKENS),
     **dict.fromkeys(("override_generation_config", "tokenizer", "runner", "task"), _TOKENS),
     **dict.fromkeys(("chat_template", "enable_auto_tool_choice", "tool_call_parser"), _CHAT),
@@ -101,6 +103,9 @@ def command_line(directory: Path, socket: Path, arguments: Mapping[str, Any]) ->
         "uds": str(socket),
         "served_model_name": BASE,
         "enable_lora": True,
+        # Without this, vLLM also prepares a LoRA of the head. It costs time, and on a CPU several
+        # requests for the logprobs of prompts crash in it.
+        "lora_target_modules": list(get_args(Target)),
         "logprobs_mode": "raw_logprobs",  # before temperature, top-p and top-k
         # The library that the embedded engine uses.
         "structured_outputs_config": {"backend": "guidance"},
