@@ -13,9 +13,10 @@ ROOT = Path(__file__).parents[1]
 CLIENTS = Path(__file__).parent / "contract" / "clients"
 
 
-def python_of(name: str, *editable: str) -> Path:
+def python_of(name: str, *editable: str, version: str = "3.11") -> Path:
     """The Python of `requirements/clients/NAME.txt`, with our package and `editable` ones."""
-    pins = ROOT / "requirements" / "clients" / f"{name}.txt"
+    # `scripts/newest-clients` sets these.
+    pins = Path(os.environ.get("CLIENT_PINS", ROOT / "requirements" / "clients")) / f"{name}.txt"
     packages = [str(ROOT), *(str(ROOT / path) for path in editable)]
     # What an editable package was when it was installed: its needs and entry points.
     projects = [
@@ -23,20 +24,21 @@ def python_of(name: str, *editable: str) -> Path:
         for package in packages
     ]
     key = hashlib.sha256(json.dumps([pins.read_text(), packages, projects]).encode())
-    directory = ROOT / ".cache" / "envs" / f"{name}-{key.hexdigest()[:12]}"
+    environments = Path(os.environ.get("CLIENT_ENVS", ROOT / ".cache" / "envs"))
+    directory = environments / f"{name}-{key.hexdigest()[:12]}"
     directory.parent.mkdir(parents=True, exist_ok=True)
     with directory.with_name(f"{directory.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another test session may be making it
         if not (directory / "installed").is_file():
-            _make(directory, pins, packages)
+            _make(directory, pins, packages, version)
     return directory / "bin" / "python"
 
 
-def _make(directory: Path, pins: Path, packages: list[str]) -> None:
+def _make(directory: Path, pins: Path, packages: list[str], version: str) -> None:
     environment = {k: v for k, v in os.environ.items() if k not in ("UV_FIND_LINKS", "VIRTUAL_ENV")}
     editable = [argument for package in packages for argument in ("--editable", package)]
     for command in (
-        ["uv", "venv", "--quiet", "--clear", "--python", "3.11", str(directory)],
+        ["uv", "venv", "--quiet", "--clear", "--python", _interpreter(version), str(directory)],
         [
             *("uv", "pip", "install", "--quiet", "--no-deps"),
             *("--python", str(directory / "bin" / "python"), "--requirements", str(pins)),
@@ -46,6 +48,15 @@ def _make(directory: Path, pins: Path, packages: list[str]) -> None:
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     (directory / "installed").touch()
+
+
+def _interpreter(version: str) -> str:
+    """A Python that pyenv holds but did not activate, or the version, which uv then provides."""
+    for directory in map(Path, os.environ["PATH"].split(os.pathsep)):
+        if directory.name == "shims":
+            held = sorted(directory.parent.glob(f"versions/{version}.*/bin/python"))
+            return str(held[-1]) if held else version
+    return version
 
 
 def run_client(python: Path, script: str, *arguments: str, cwd: Path, timeout: float = 300) -> Any:

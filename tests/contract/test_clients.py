@@ -25,6 +25,23 @@ def agents_python() -> Path:
     return python_of("agents")
 
 
+@pytest.fixture(scope="session")
+def newest_python() -> Path:
+    """The newest openpipe-art, which needs Python 3.12."""
+    return python_of("art-0.5.23", version="3.12")
+
+
+@pytest.fixture(scope="module")
+def newest_told(
+    serving: Serving, newest_python: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
+    """What both backends of the newest openpipe-art report, in one process: it starts slowly."""
+    directory = tmp_path_factory.mktemp("newest")
+    return run_client(
+        newest_python, "art_newest.py", serving.control, serving.openai, cwd=directory
+    )
+
+
 def all_differ(fingerprints: list[list[float]]) -> bool:
     """Whether each step changed the weights; vLLM's rounding alone moves a logprob by 1e-6."""
     return all(
@@ -36,6 +53,14 @@ def all_differ(fingerprints: list[list[float]]) -> bool:
 def steps_on_disk(serving: Serving, name: str) -> list[str]:
     checkpoints = serving.state / "contract" / "models" / name / "checkpoints"
     return sorted(path.name for path in checkpoints.iterdir())
+
+
+def rank(serving: Serving, name: str) -> int:
+    """The rank of a run's newest LoRA, in its config and its weights."""
+    checkpoints = serving.state / "contract" / "models" / name / "checkpoints"
+    newest = max(path for path in checkpoints.iterdir() if path.name.isdigit())
+    config = json.loads((newest / "adapter_config.json").read_text())
+    return int(config["r"])
 
 
 def history(serving: Serving, name: str) -> list[dict[str, Any]]:
@@ -107,3 +132,39 @@ def test_plain_openai_and_json_train_too(
     assert told["steps"] == [0, 1, 2]
     assert len(told["fingerprints"]) == 3 and all_differ(told["fingerprints"])
     assert {"openai", "openai@0", "openai@1", "openai@2"} <= set(told["names"])
+
+
+def test_the_unmodified_serverless_backend_of_0_5_23_trains_and_names_its_policy(
+    newest_told: Any, serving: Serving
+) -> None:
+    told = newest_told["serverless"]
+    assert told["steps"] == [1, 2, 3] and told["other"] == 0
+    assert len(told["fingerprints"]) == 4 and all_differ(told["fingerprints"])
+    assert told["metrics"]["data/retokenized"] == 0
+    assert "loss/kl_policy_ref" in told["metrics"]
+    assert told["leased"].endswith("/contract/newest-serverless:step1")
+    prompt, completion = told["tokens"]
+    [span], [prompt_span] = told["spans"], told["prompt_spans"]
+    assert (span["start_token"], span["end_token"]) == (0, completion)
+    assert (prompt_span["start_token"], prompt_span["end_token"]) == (1, prompt)
+    assert span["policy_version"] == span["update_seq"] == 3 == prompt_span["policy_version"]
+    assert span["generation_id"] == "newest-serverless@3"
+    assert rank(serving, "newest-serverless") == 8
+    assert steps_on_disk(serving, "newest-serverless-again") == ["0000"]
+
+
+def test_our_backend_trains_openpipe_art_0_5_23_with_the_rank_it_asks_for(
+    newest_told: Any, serving: Serving
+) -> None:
+    told = newest_told["backend"]
+    assert told["steps"] == [1, 2, 3] and told["last"] == "newest-backend@5"
+    assert len(told["fingerprints"]) == 4 and all_differ(told["fingerprints"])
+    name, leased = told["leased"]  # the step stayed until its lease ended
+    assert name == "newest-backend@1"
+    assert leased == pytest.approx(told["fingerprints"][1], abs=1e-4)
+    assert steps_on_disk(serving, "newest-backend") == ["0003", "0004", "0005"]
+    assert rank(serving, "newest-backend") == 4
+    refused = told["refused"]
+    for wanted in ("colour", "loss_fn", "kl_penalty_step_lag", "modules_to_save"):
+        assert wanted in refused[wanted]
+    assert "no checkpoint of step `1`" in refused["lease"]

@@ -99,7 +99,6 @@ def test_every_api_is_trained_by_the_id_in_its_answer(ledger: Ledger) -> None:
     captured.check(captured.to_histories(found, supervised=False), ledger, "p/m", TOKENIZER)
     recall(ledger, found, TOKENIZER)
     assert all("art" in choice for choice in choices_of(found))
-    assert [choice["message"]["content"] for choice in choices_of(found)] == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,9 @@ def to_histories(groups: list[Json], *, supervised: bool) -> list[Captured]:
 def check(captured: list[Captured], ledger: Ledger, run: str, tokenizer: Tokenizer) -> None:
     """Refuse every choice that the run with this key did not sample."""
     for one in captured:
-        entry = find(ledger, one.turn.choice, tokenizer)
+        items = [*one.turn.messages, one.turn.choice]
+        history = {"messages_and_choices": items, "tools": one.turn.tools}
+        entry = find(ledger, one.turn.choice, tokenizer, history)
         if entry is None:
             raise one.refuse("this server did not sample")
         if entry.model != run:
@@ -107,31 +109,25 @@ def _chat_turns(request: Json, response: Json) -> Iterator[Turn]:
         yield Turn(list(request["messages"]), choice, request.get("tools") or None)
 
 
-# The prompts of the other APIs come from the ledger. Their messages are not translated: a history
-# holds only the choice.
+# The tokens of the other APIs come from the ledger, by the id in their answer. Their messages are
+# not translated, and their text may hold more than was sampled (`echo`), so it is left out.
 
 
 def _completion_turns(request: Json, response: Json) -> Iterator[Turn]:
     for choice in response["choices"]:
-        yield _turn(choice, choice.get("finish_reason"), choice.get("text"))
+        yield _turn(choice, choice.get("finish_reason"))
 
 
 def _response_turns(request: Json, response: Json) -> Iterator[Turn]:
-    texts = [
-        str(part.get("text", ""))
-        for item in response.get("output") or []
-        for part in item.get("content") or []
-    ]
-    yield _turn(response, response.get("status"), "".join(texts))
+    yield _turn(response, response.get("status"))
 
 
 def _message_turns(request: Json, response: Json) -> Iterator[Turn]:
-    texts = [str(block.get("text", "")) for block in response.get("content") or []]
-    yield _turn(response, response.get("stop_reason"), "".join(texts))
+    yield _turn(response, response.get("stop_reason"))
 
 
-def _turn(answer: Json, finish_reason: str | None, text: str | None) -> Turn:
-    message = {"role": "assistant", "content": text or ""}
+def _turn(answer: Json, finish_reason: str | None) -> Turn:
+    message = {"role": "assistant", "content": ""}
     choice = {"finish_reason": finish_reason, "message": message, CHOICE_ID: _id_in(answer)}
     return Turn([], choice)
 

@@ -26,7 +26,6 @@ def _are_groups(groups: list[Json]) -> list[Json]:
     """Check the outline, so that the code behind the routes finds lists where it expects them."""
     for group in groups:
         for trajectory in _objects(group, "trajectories"):
-            trajectory.setdefault("reward", 0.0)  # ART 0.5.23 leaves defaults out
             for history in (trajectory, *_objects(trajectory, "additional_histories")):
                 _objects(history, "messages_and_choices")
         if not isinstance(group.get("exceptions") or [], list):
