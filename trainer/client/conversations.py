@@ -60,11 +60,15 @@ def join(turns: Iterable[Turn]) -> list[Conversation]:
 
 
 def turns_of(recorded: Iterable[Json]) -> list[Turn]:
-    """Return every choice of the calls that `GET /rollouts/ID` lists under `completions`."""
+    """Return every choice of the calls that `GET /rollouts/ID` lists under `completions`.
+
+    A request that only scores its prompt has a choice without tokens, which is left out.
+    """
     return [
         Turn(call["messages"], {**choice, "policy_step": call["policy_step"]}, call.get("tools"))
         for call in recorded
         for choice in call["choices"]
+        if (choice.get("logprobs") or {}).get("content")
     ]
 
 

@@ -60,10 +60,10 @@ def load_verifiers(config: VerifiersConfig) -> Environment:
     try:
         return ClassicEnvironment(config, load(config.env, **config.args))
     except Exception as exc:  # any error of the environment's own code
-        raise _cannot_load(config, exc) from exc
+        raise cannot_load(config, exc) from exc
 
 
-def _cannot_load(config: VerifiersConfig, error: Exception) -> ConfigError:
+def cannot_load(config: VerifiersConfig, error: Exception) -> ConfigError:
     return ConfigError(
         f"The environment `{config.env}` cannot be loaded: {error}",
         hint="Check `workflow.args`, and the packages and files that the environment needs",
