@@ -1,6 +1,7 @@
 """The answer of a chat, from the deltas of a request."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def answer(tokenizer: Tokenizer, text: str, **fields: Any) -> tuple[ChatAnswer, 
     messages = [{"role": "user", "content": "hi"}]
     request = ChatRequest.model_validate({"model": "m", "messages": messages, **fields})
     built = ChatAnswer(request, [1, 2], tokenizer)
-    tops = [[(66, -0.5)]] if request.top_logprobs else []
+    tops = [[(66, -0.5), (67, -math.inf)][: request.top_logprobs]] if request.top_logprobs else []
     deltas = [Delta(0, [ord(c)], [-1.0], text=c, top_logprobs=tops) for c in text]
     deltas.append(Delta(0, [258], [-1.0], finish_reason="stop", top_logprobs=tops))
     return built, [built.add(0, delta)["choices"][0] for delta in deltas]
@@ -70,6 +71,11 @@ def test_top_logprobs_name_tokens_by_id_and_spell_them(tokenizer: Tokenizer) -> 
     (entry,) = chunks[0]["logprobs"]["content"]
     assert (entry["token"], entry["bytes"]) == ("token_id:65", [65])
     assert entry["top_logprobs"] == [{"token": "token_id:66", "logprob": -0.5, "bytes": [66]}]
+
+
+def test_an_impossible_token_has_a_logprob_that_json_can_hold(tokenizer: Tokenizer) -> None:
+    built, _ = answer(tokenizer, "A", top_logprobs=2, logprobs=True)
+    assert "-9999.0" in json.dumps(built.whole(), allow_nan=False)
 
 
 def test_a_client_hears_what_the_template_ignores(tmp_path: Path) -> None:

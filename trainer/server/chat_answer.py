@@ -143,7 +143,8 @@ class ChatAnswer:
     def _top(self, token: int, logprob: float) -> Json:
         # The token's bytes let a client read it; its name is its id, as everywhere.
         spelled = list(self._tokenizer.token_bytes(token))
-        return {"token": f"{PREFIX}{token}", "logprob": logprob, "bytes": spelled}
+        # JSON has no infinity; this is vLLM's number for an impossible token.
+        return {"token": f"{PREFIX}{token}", "logprob": max(logprob, -9999.0), "bytes": spelled}
 
     def _spans(self, delta: Delta) -> Json:
         end = len(self._choices[delta.index].token_ids)
