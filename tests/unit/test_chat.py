@@ -121,6 +121,13 @@ REFUSED: list[tuple[dict[str, Any], str, str | None]] = [
     ({"tools": [tool("a")], "tool_choice": "always"}, "`always`", "tool_choice"),
     ({"tool_choice": "required"}, "there is no tool", "tool_choice"),
     ({"response_format": {"type": "xml"}}, "`xml`", "response_format.type"),
+    ({"response_format": {}}, "`None`", "response_format.type"),
+    (
+        {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+        "disable_additional_properties",
+        None,
+    ),
+    ({"guided_grammar": 'root ::= "x'}, "cannot be read", "structured_outputs.grammar"),
     ({"response_format": {"type": "json_schema"}}, "schema", "response_format.json_schema"),
     ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag", None),
     ({"structured_outputs": {"json": {}, "regex": "x"}}, "2 of", "structured_outputs"),
@@ -209,6 +216,11 @@ def test_the_form_of_an_answer_becomes_a_constraint(
 ) -> None:
     constraint = sample(tokenizer, **fields).constraint
     assert (constraint.kind if constraint else None) == kind
+
+
+def test_a_grammar_in_the_form_of_llama_cpp_is_translated(tokenizer: Tokenizer) -> None:
+    constraint = sample(tokenizer, guided_grammar='root ::= "x" [0-9]+').constraint
+    assert constraint and "start:" in constraint.value and "::=" not in constraint.value
 
 
 def test_tool_choice_none_hides_the_tools(tokenizer: Tokenizer) -> None:

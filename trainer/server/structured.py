@@ -7,6 +7,8 @@ are vLLM's.
 import json
 from typing import Any
 
+from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
 from kit.types import Json
 from trainer.engines.constraints import JSON_STYLE, without_unknown_formats
 from trainer.engines.engine import Constraint
@@ -16,7 +18,7 @@ from trainer.server.tools import NAME, ToolUse
 
 GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")
-_NEUTRAL_OPTIONS = ("disable_any_whitespace", "disable_additional_properties", "disable_fallback")
+_NEUTRAL_OPTIONS = ("disable_any_whitespace", "disable_fallback")
 
 
 def constraint(
@@ -24,7 +26,7 @@ def constraint(
 ) -> Constraint | None:
     """The constraint of a request, or None. A required call leaves no text to be formatted."""
     own = _structured_outputs(structured_outputs) if structured_outputs else None
-    schema = _schema(response_format) if response_format else None
+    schema = None if response_format is None else _schema(response_format)
     if own and (schema is not None or use.required):
         other = "response_format" if schema is not None else "tool_choice"
         raise BadRequest(
@@ -98,8 +100,10 @@ def _constraint_of(kind: str, value: Any) -> Constraint:
         case "json_object", True:
             schema = _with_style({"type": "object"}, strict=True)
             return Constraint("json_schema", json.dumps(schema))
-        case "regex" | "grammar", str():
-            return Constraint("regex" if kind == "regex" else "grammar", value)
+        case "regex", str():
+            return Constraint("regex", value)
+        case "grammar", str():
+            return Constraint("grammar", _lark(value))
         case "choice", [str(), *rest] if all(isinstance(each, str) for each in rest):
             return Constraint("choice", json.dumps(value))
     raise BadRequest(
@@ -107,6 +111,20 @@ def _constraint_of(kind: str, value: Any) -> Constraint:
         hint="Send a schema as `json`, a string as `regex` or `grammar`, a list as `choice`",
         param=f"structured_outputs.{kind}",
     )
+
+
+def _lark(grammar: str) -> str:
+    """A grammar in Lark; vLLM also takes llama.cpp's form, whose rules are `name ::= …`."""
+    if "::=" not in grammar:
+        return grammar
+    try:
+        return str(gbnf_to_lark(grammar))
+    except GbnfToLarkError as error:
+        raise BadRequest(
+            f"`structured_outputs.grammar` cannot be read: {error}",
+            hint="Write it in Lark, or in llama.cpp's GBNF with the rule `root`",
+            param="structured_outputs.grammar",
+        ) from error
 
 
 def _parsed(text: str) -> Json:
