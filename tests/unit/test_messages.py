@@ -129,6 +129,12 @@ def test_an_unsupported_setting_is_refused_by_name(fields: Any, name: str) -> No
 def test_a_faulty_request_is_refused() -> None:
     with pytest.raises(BadRequest, match=r"`tools\[0\].input_schema`"):
         chat(tools=[{"name": "add"}])
+    for content in (3, {"type": "text"}):
+        result = {"type": "tool_result", "tool_use_id": "c", "content": content}
+        with pytest.raises(BadRequest, match="is no text"):
+            chat(messages=[{"role": "user", "content": [result]}])
+    with pytest.raises(BadRequest, match=r"`output_config[.]format`"):
+        chat(output_config={"format": "json"})
     with pytest.raises(BadRequest, match="`sometimes`"):
         chat(tools=[TOOL], tool_choice={"type": "sometimes"})
     with pytest.raises(pydantic.ValidationError, match="max_tokens"):

@@ -141,6 +141,11 @@ def test_an_unsupported_setting_is_refused_by_name(fields: Any, name: str) -> No
         chat(**fields)
 
 
+def test_a_format_that_is_no_object_is_refused() -> None:
+    with pytest.raises(BadRequest, match=r"`text[.]format`"):
+        chat(text={"format": "json"})
+
+
 def chunk(finish_reason: str | None = None, **delta: Any) -> Any:
     tokens = [{"token": "token_id:1", "logprob": -0.5, "bytes": None, "top_logprobs": []}]
     choice = {
@@ -179,11 +184,14 @@ def test_the_deltas_of_a_stream_add_up_to_its_last_event() -> None:
 
 def test_an_answer_that_is_cut_off_is_incomplete() -> None:
     answer = ResponseAnswer(request())
-    events = [*answer.add(chunk(finish_reason="length", content="I")), *answer.end()]
+    call = {"index": 0, "id": "c1", "function": {"name": "add", "arguments": "{}"}}
+    cut_off = chunk(finish_reason="length", content="I", tool_calls=[call])
+    events = [*answer.add(cut_off), *answer.end()]
     last = answer.last(USAGE)
     assert last["type"] == "response.incomplete"
     assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
-    assert events[-1]["item"]["status"] == "incomplete"
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert [item["status"] for item in done] == ["incomplete", "completed"]
 
 
 def body(number: int) -> Any:

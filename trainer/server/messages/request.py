@@ -171,9 +171,11 @@ def _call(block: Json, place: str) -> Json:
     return {"id": _required(block, "id", place), "type": "function", "function": function}
 
 
-def _text(content: str | list[Json], place: str) -> str:
+def _text(content: object, place: str) -> str:
     if isinstance(content, str):
         return content
+    if not isinstance(content, list):
+        raise BadRequest(f"`{place}` is no text", hint="Send text, or a list of text blocks")
     parts = []
     for number, block in enumerate(content):
         if not isinstance(block, dict) or block.get("type") != "text":
@@ -228,9 +230,11 @@ def _tool_choice(choice: Json, tools: list[Json] | None) -> Json:
     return {"tool_choice": wanted, "parallel_tool_calls": parallel}
 
 
-def _format(wanted: Json | None) -> Json | None:
+def _format(wanted: object) -> Json | None:
     if not wanted:
         return None
+    if not isinstance(wanted, dict):
+        raise BadRequest("`output_config.format` is no object", hint='Send `{"type": …}`')
     if wanted.get("type") != "json_schema" or not isinstance(wanted.get("schema"), dict):
         raise Unsupported(
             f"`output_config.format` of type `{wanted.get('type')}` is not supported",

@@ -67,7 +67,9 @@ class ResponseAnswer:
         if not self._items:
             yield from self._text("", [])
         for position, item in enumerate(self._items):
-            item["status"] = "incomplete" if self._truncated else "completed"
+            # A call is listed only once it is complete, so a limit cuts off the text alone.
+            cut_off = self._truncated and item["type"] == "message"
+            item["status"] = "incomplete" if cut_off else "completed"
             where = {"item_id": item["id"], "output_index": position}
             if item["type"] == "message":
                 part = item["content"][0]

@@ -44,7 +44,7 @@ class ResponsesRequest(pydantic.BaseModel):
     parallel_tool_calls: bool | None = None
     text: Json | None = None
     reasoning: Json | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Json | None = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -83,6 +83,8 @@ class ResponsesRequest(pydantic.BaseModel):
 
     def _text_settings(self) -> Json:
         wanted = (self.text or {}).get("format") or {"type": "text"}
+        if not isinstance(wanted, dict):
+            raise BadRequest("`text.format` is no object", hint='Send `{"type": …}`')
         match wanted.get("type"):
             case "text":
                 return {}
