@@ -37,6 +37,8 @@ async def server(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
         ("/v1/moderations", "Moderate"),
         ("/v1/fine_tuning/jobs", "ART client"),
         ("/rollouts/r/v1/embeddings", "another provider"),
+        ("/v1/responses/resp_1/cancel", "`GET /v1/responses/ID`"),
+        ("/v1/messages/batches/b/cancel", "at once"),
         ("/chat/completions", "must end with `/v1`"),
         ("/v1/v1/chat/completions", "twice"),
         ("/openai/deployments/m/chat/completions", "Azure"),

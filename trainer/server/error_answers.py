@@ -44,6 +44,8 @@ _UNSERVED = {
     "tokenize": "An answer has the token ids of prompt and completion",
 }
 _OTHERS = [
+    (r"/v1/responses/[^/]+/", "Use `GET /v1/responses/ID`, which returns the response alone"),
+    (r"/v1/messages/batches", "Send the requests at once instead; the engine batches them"),
     (r"/v1/v1/", "The base URL ends with `/v1` twice; remove one"),
     (r"/openai/deployments/", "Use the plain OpenAI client in place of Azure's, with a base URL"),
     (r"/api/(chat|generate|tags|show)", "Use the agent's OpenAI provider in place of Ollama's"),
