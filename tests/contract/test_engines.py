@@ -434,7 +434,7 @@ async def test_every_answer_to_a_random_schema_is_valid(alone: Engine) -> None:
     ("constraint", "message"),
     [
         (Constraint("json_schema", '{"type": "obj"}'), "JSON schema .*Invalid type: obj"),
-        (Constraint("json_schema", '{"$ref": "#/$defs/no"}'), "JSON schema .*#/\\$defs/no"),
+        (Constraint("json_schema", '{"$ref": "#/$defs/no"}'), "JSON schema .*/\\$defs/no"),
         (Constraint("json_schema", '{"uniqueItems": true}'), "JSON schema .*uniqueItems"),
         (Constraint("json_schema", "[1"), "JSON schema .*not JSON"),
         (Constraint("json_schema", "false"), "JSON schema .*must be an object"),
