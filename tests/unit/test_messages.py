@@ -1,14 +1,15 @@
 """The translation between Anthropic's Messages API and a chat, and its errors."""
 
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pydantic
 import pytest
 
-from trainer.errors import BadRequest, Unsupported
+from trainer.errors import BadRequest, Unsupported, WorkerDied
 from trainer.server.guard import Guard
-from trainer.server.messages.answer import MessageAnswer
+from trainer.server.messages.answer import MessageAnswer, events
 from trainer.server.messages.errors import AnthropicErrors
 from trainer.server.messages.request import MessagesRequest
 
@@ -156,15 +157,15 @@ def test_the_events_of_a_stream_open_one_block_at_a_time() -> None:
         chunk(tool_calls=[call]),
         chunk(finish_reason="tool_calls", tool_calls=[rest]),
     ]
-    events = [*answer.begin(chunks[0], 3), *(e for c in chunks for e in answer.add(c))]
-    events += [*answer.end(), *answer.last(USAGE)]
-    assert [event["type"].removeprefix("content_block_") for event in events] == [
+    sent = [*answer.begin(chunks[0], 3), *(e for c in chunks for e in answer.add(c))]
+    sent += [*answer.end(), *answer.last(USAGE)]
+    assert [event["type"].removeprefix("content_block_") for event in sent] == [
         *("message_start", "ping", "start", "delta", "delta", "stop"),
         *("start", "delta", "delta", "stop", "message_delta", "message_stop"),
     ]
-    assert events[0]["message"]["content"] == [] and events[0]["message"]["choice_id"] == "abc"
-    assert events[6]["content_block"]["input"] == {}
-    assert events[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
+    assert sent[0]["message"]["content"] == [] and sent[0]["message"]["choice_id"] == "abc"
+    assert sent[6]["content_block"]["input"] == {}
+    assert sent[-2]["delta"] == {"stop_reason": "tool_use", "stop_sequence": None}
     whole = answer.whole(USAGE)
     assert whole["content"] == [
         {"type": "text", "text": "I add"},
@@ -187,6 +188,17 @@ def test_the_reason_to_stop_has_anthropics_name(
     assert whole["stop_reason"] == expected
     assert whole["stop_sequence"] == (sequence if expected == "stop_sequence" else None)
     assert whole["content"] == [text("")]
+
+
+async def test_a_stream_that_breaks_off_ends_with_its_error() -> None:
+    async def chunks() -> AsyncGenerator[Any, None]:
+        yield chunk(content="I")
+        raise WorkerDied("The engine died")
+
+    stream = events(MessageAnswer("m", lambda _: None), chunks(), 3, lambda: USAGE)
+    sent = [json.loads(line.partition("data: ")[2]) async for line in stream]
+    assert sent[-1]["type"] == "error" and sent[-1]["error"]["type"] == "overloaded_error"
+    assert "The engine died" in sent[-1]["error"]["message"]
 
 
 async def post(path: str, **headers: str) -> tuple[int, Any]:

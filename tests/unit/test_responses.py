@@ -1,12 +1,14 @@
 """The translation between OpenAI's Responses API and a chat, and the store of responses."""
 
+import json
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainer.errors import BadRequest, NotFound, Unsupported
-from trainer.server.responses.answer import ResponseAnswer
+from trainer.errors import BadRequest, NotFound, Unsupported, WorkerDied
+from trainer.server.responses.answer import ResponseAnswer, events
 from trainer.server.responses.items import messages_of, with_instructions
 from trainer.server.responses.request import ResponsesRequest
 from trainer.server.responses.store import ResponseStore
@@ -165,20 +167,20 @@ def test_the_deltas_of_a_stream_add_up_to_its_last_event() -> None:
         chunk(tool_calls=[call]),
         chunk(finish_reason="tool_calls", content=".", tool_calls=[rest]),
     ]
-    events = [*answer.begin(chunks[0]), *(e for c in chunks for e in answer.add(c))]
-    events += [*answer.end(), answer.last(USAGE)]
-    assert [event["sequence_number"] for event in events] == list(range(len(events)))
-    response = events[-1]["response"]
-    assert events[-1]["type"] == "response.completed" and response["policy_step"] == 3
+    sent = [*answer.begin(chunks[0]), *(e for c in chunks for e in answer.add(c))]
+    sent += [*answer.end(), answer.last(USAGE)]
+    assert [event["sequence_number"] for event in sent] == list(range(len(sent)))
+    response = sent[-1]["response"]
+    assert sent[-1]["type"] == "response.completed" and response["policy_step"] == 3
     message, function = response["output"]
-    texts = [e["delta"] for e in events if e["type"] == "response.output_text.delta"]
+    texts = [e["delta"] for e in sent if e["type"] == "response.output_text.delta"]
     assert "".join(texts) == message["content"][0]["text"] == "I add."
-    pieces = [e["delta"] for e in events if e["type"] == "response.function_call_arguments.delta"]
+    pieces = [e["delta"] for e in sent if e["type"] == "response.function_call_arguments.delta"]
     assert "".join(pieces) == function["arguments"] == '{"a": 1}'
     assert function["call_id"] == "c1" and function["id"] != message["id"]
     assert {response["choice_id"], message["choice_id"], function["choice_id"]} == {"abc"}
     assert len(message["content"][0]["logprobs"]) == 4
-    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    done = [event["item"] for event in sent if event["type"] == "response.output_item.done"]
     assert done == response["output"]
 
 
@@ -186,12 +188,25 @@ def test_an_answer_that_is_cut_off_is_incomplete() -> None:
     answer = ResponseAnswer(request())
     call = {"index": 0, "id": "c1", "function": {"name": "add", "arguments": "{}"}}
     cut_off = chunk(finish_reason="length", content="I", tool_calls=[call])
-    events = [*answer.add(cut_off), *answer.end()]
+    sent = [*answer.add(cut_off), *answer.end()]
     last = answer.last(USAGE)
     assert last["type"] == "response.incomplete"
     assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
-    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    done = [event["item"] for event in sent if event["type"] == "response.output_item.done"]
     assert [item["status"] for item in done] == ["incomplete", "completed"]
+
+
+async def test_a_stream_that_breaks_off_ends_with_its_error() -> None:
+    async def chunks() -> AsyncGenerator[Any, None]:
+        yield chunk(content="I")
+        raise WorkerDied("The engine died")
+
+    stream = events(ResponseAnswer(request()), chunks(), lambda: USAGE)
+    sent = [json.loads(line.partition("data: ")[2]) async for line in stream]
+    assert [event["type"] for event in sent[-2:]] == ["error", "response.failed"]
+    assert "The engine died" in sent[-2]["message"]
+    assert sent[-1]["response"]["status"] == "failed"
+    assert "The engine died" in sent[-1]["response"]["error"]["message"]
 
 
 def body(number: int) -> Any:
