@@ -22,6 +22,7 @@ from trainer.errors import BadRequest
 FIELD = "art"
 CHOICE_ID = "choice_id"  # the extra field of a choice, and of its first logprob, that holds its id
 PREFIX = "token_id:"  # marks a token in logprobs that is given by its id
+IMPOSSIBLE = -9999.0  # the logprob of a token that the policy rules out, as vLLM writes it
 _TYPES = {"prompt_ids": "i", "completion_ids": "i", "logprobs": "d"}
 
 

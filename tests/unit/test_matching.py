@@ -1,6 +1,7 @@
 """Matching choices with the ledger: a choice trains under the prompt it was sampled from."""
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,14 @@ def test_a_choice_whose_entry_is_gone_does_not_get_that_of_another_prompt(
     assert recalled(ledger, tokenizer, user("one"), gone) == [None]
     found = recalled(ledger, tokenizer, user("other"), gone)
     assert prompts(found) == [tokenizer.apply_chat_template([user("other")])]
+
+
+def test_an_impossible_token_is_recorded_with_the_number_that_answers_hold(
+    ledger: Ledger, tokenizer: Tokenizer
+) -> None:
+    ledger.record(entry([1], [7, 8], [-0.5, -math.inf]), "")
+    found = find(ledger, choice([7, 8], [-0.5, -9999.0]), tokenizer)
+    assert found and found.logprobs == [-0.5, -9999.0]
 
 
 def test_a_choice_that_lost_its_logprobs_is_found_by_id_if_its_text_agrees(

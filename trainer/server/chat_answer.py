@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from kit.types import Json
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.engine import Delta
-from trainer.exact_tokens import CHOICE_ID, PREFIX
+from trainer.exact_tokens import CHOICE_ID, IMPOSSIBLE, PREFIX
 from trainer.server.chat import ChatRequest
 from trainer.server.policy_spans import policy_spans
 from trainer.server.tool_calls import ToolCallParser
@@ -143,8 +143,8 @@ class ChatAnswer:
     def _top(self, token: int, logprob: float) -> Json:
         # The token's bytes let a client read it; its name is its id, as everywhere.
         spelled = list(self._tokenizer.token_bytes(token))
-        # JSON has no infinity; this is vLLM's number for an impossible token.
-        return {"token": f"{PREFIX}{token}", "logprob": max(logprob, -9999.0), "bytes": spelled}
+        # JSON has no infinity.
+        return {"token": f"{PREFIX}{token}", "logprob": max(logprob, IMPOSSIBLE), "bytes": spelled}
 
     def _spans(self, delta: Delta) -> Json:
         end = len(self._choices[delta.index].token_ids)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kit.types import Json
-from trainer.exact_tokens import PREFIX, new_choice_id
+from trainer.exact_tokens import IMPOSSIBLE, PREFIX, new_choice_id
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS completions (
@@ -110,6 +110,9 @@ class Ledger:
     def record(self, entry: Entry, content: str) -> None:
         """Store a choice whose text is `content`."""
         names = "".join(f"{PREFIX}{id}" for id in entry.completion_ids)
+        # A constraint may leave only tokens that the policy rules out. Answers hold this number
+        # too, because JSON has no infinity, and the learner refuses one.
+        logprobs = np.maximum(np.array(entry.logprobs, dtype=np.float64), IMPOSSIBLE)
         row = Row(
             id=entry.id,
             constrained=int(entry.constrained),
@@ -117,12 +120,12 @@ class Ledger:
             step=entry.step,
             lora_sha256=entry.lora_sha256,
             rollout=entry.rollout,
-            fingerprint=fingerprint(names, entry.logprobs),
+            fingerprint=fingerprint(names, logprobs.tolist()),
             content=text_digest(content),
             template=self._template(entry.template),
             prompt_ids=array("i", entry.prompt_ids).tobytes(),
             completion_ids=array("i", entry.completion_ids).tobytes(),
-            logprobs=array("d", entry.logprobs).tobytes(),
+            logprobs=logprobs.tobytes(),
         )
         marks = ", ".join("?" * (len(row) + 1))
         self._db.execute(
