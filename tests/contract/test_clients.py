@@ -168,3 +168,18 @@ def test_our_backend_trains_openpipe_art_0_5_23_with_the_rank_it_asks_for(
     for wanted in ("colour", "loss_fn", "kl_penalty_step_lag", "modules_to_save"):
         assert wanted in refused[wanted]
     assert "no checkpoint of step `1`" in refused["lease"]
+
+
+def test_the_pipeline_trainer_of_0_5_23_trains_and_evaluates_on_both_backends(
+    serving: Serving, newest_python: Path, tmp_path: Path
+) -> None:
+    told = run_client(
+        newest_python, "art_pipeline.py", serving.control, serving.openai, cwd=tmp_path
+    )
+    for backend, prefix in (("serverless", "wandb-artifact:///"), ("backend", "pipeline-backend@")):
+        found = told[backend]
+        assert found["step"] == 3 and all_differ(found["fingerprints"])
+        assert found["completed"] == [0, 1, 2, 3]
+        for step, name in found["evaluated"].items():
+            assert name.startswith(prefix) and name.endswith(step)
+    assert rank(serving, "pipeline-backend") == 2

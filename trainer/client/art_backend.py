@@ -8,11 +8,11 @@ These releases have no client for the control API. This module provides one:
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import httpx
@@ -59,7 +59,7 @@ class ArtBackend:
         self._steps[model.project, _run(model)] = step
         return step
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def exact_adapter_lease(self, model: Any, step: int) -> AsyncIterator[None]:
         """Sample from `step` inside the block, and keep its checkpoint until the block ends.
 
@@ -75,7 +75,8 @@ class ArtBackend:
                 yield
         finally:
             renewal.cancel()
-            await self._post("/_release_checkpoint", {**body, **lease})
+            with contextlib.suppress(TrainerError):  # the lease ends by itself
+                await self._post("/_release_checkpoint", {**body, **lease})
 
     adapter_lease = exact_adapter_lease
 
