@@ -6,6 +6,7 @@ from typing import Any
 
 import pydantic
 import pytest
+from fastapi.exceptions import RequestValidationError
 
 from trainer.errors import BadRequest, Unsupported, WorkerDied
 from trainer.server.guard import Guard
@@ -136,6 +137,8 @@ def test_a_faulty_request_is_refused() -> None:
             chat(messages=[{"role": "user", "content": [result]}])
     with pytest.raises(BadRequest, match=r"`output_config[.]format`"):
         chat(output_config={"format": "json"})
+    with pytest.raises(RequestValidationError, match="reasoning_effort"):
+        chat(output_config={"effort": ["low"]})
     with pytest.raises(BadRequest, match="`sometimes`"):
         chat(tools=[TOOL], tool_choice={"type": "sometimes"})
     with pytest.raises(pydantic.ValidationError, match="max_tokens"):

@@ -19,7 +19,6 @@ _NO_EFFECT = {"betas", "cache_control", "inference_geo", "metadata", "service_ti
 _TOOL_KEYS = {"type", "name", "description", "input_schema", "strict"}
 _TOOL_NO_EFFECT = {"cache_control", "eager_input_streaming"}
 _TOOL_NEUTRAL: Json = {"defer_loading": False, "allowed_callers": ["direct"]}
-_EFFORTS = {"max": "xhigh"}  # the highest that a chat has
 
 
 class Turn(pydantic.BaseModel):
@@ -64,12 +63,12 @@ class CountRequest(pydantic.BaseModel):
             reasoning_effort=self._effort(),
         )
 
-    def _effort(self) -> str | None:
+    def _effort(self) -> Any:
         """How long to think, for chat templates that know it."""
         match (self.thinking or {}).get("type"):
             case None | "adaptive":  # the model decides, as it does anyway
                 effort = (self.output_config or {}).get("effort")
-                return _EFFORTS.get(effort, effort) if effort else None
+                return "xhigh" if effort == "max" else effort or None  # the highest of a chat
             case "disabled":
                 return "none"
             case kind:
