@@ -170,6 +170,25 @@ def test_our_backend_trains_openpipe_art_0_5_23_with_the_rank_it_asks_for(
     assert "no checkpoint of step `1`" in refused["lease"]
 
 
+def test_trajectories_that_openpipe_art_0_5_23_records_are_trained_token_by_token(
+    serving: Serving, newest_python: Path, tmp_path: Path
+) -> None:
+    told = run_client(
+        newest_python, "art_captured.py", serving.control, serving.openai, cwd=tmp_path
+    )
+    assert told["recorded"] == {
+        "chat": {"chat_completions": 2},
+        "stream": {"chat_completions": 1},
+        "responses": {"responses": 1},
+        "completions": {"completions": 1},
+        "messages": {"messages": 1},
+    }
+    assert all(sampled == trained > 0 for sampled, trained in told["tokens"].values())
+    assert len(told["fingerprints"]) == 6 and all_differ(told["fingerprints"])
+    stranger, base = told["refused"]
+    assert "did not sample" in stranger and "`the base model`" in base
+
+
 def test_the_pipeline_trainer_of_0_5_23_trains_and_evaluates_on_both_backends(
     serving: Serving, newest_python: Path, tmp_path: Path
 ) -> None:
