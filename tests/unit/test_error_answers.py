@@ -1,7 +1,6 @@
 """What a client reads when a request fails, on an app without workers."""
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -13,15 +12,24 @@ from trainer.server.backend import Backend
 PAGE = "`docs/api.md` lists what is served"
 
 
-def client(tmp_path: Path, **settings: bool) -> httpx.AsyncClient:
-    config = ServerConfig(state_dir=str(tmp_path), **settings)
-    app = httpx.ASGITransport(create_app(config, Backend(config, openai_port=8000)))
+@pytest.fixture(scope="module")
+def apps(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, httpx.ASGITransport]:
+    """The app without and with `cors`."""
+    found = {}
+    for cors in (False, True):
+        config = ServerConfig(state_dir=str(tmp_path_factory.mktemp("state")), cors=cors)
+        backend = Backend(config, openai_port=8000)
+        found[cors] = httpx.ASGITransport(create_app(config, backend))
+    return found
+
+
+def client(app: httpx.ASGITransport) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=app, base_url="http://127.0.0.1")
 
 
 @pytest.fixture
-async def server(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with client(tmp_path) as connected:
+async def server(apps: dict[bool, httpx.ASGITransport]) -> AsyncIterator[httpx.AsyncClient]:
+    async with client(apps[False]) as connected:
         yield connected
 
 
@@ -99,10 +107,10 @@ async def test_a_server_that_is_not_ready_is_a_server_error(server: httpx.AsyncC
     ],
 )
 async def test_browsers_may_call_from_loopback_pages_where_asked(
-    tmp_path: Path, cors: bool, origin: str, allowed: bool
+    apps: dict[bool, httpx.ASGITransport], cors: bool, origin: str, allowed: bool
 ) -> None:
     headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
-    async with client(tmp_path, cors=cors) as connected:
+    async with client(apps[cors]) as connected:
         preflight = await connected.options("/v1/chat/completions", headers=headers)
         answer = await connected.get("/health", headers={"Origin": origin})
     for response in (preflight, answer):

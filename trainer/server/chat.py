@@ -14,7 +14,7 @@ from trainer.server.sampling_fields import SamplingFields
 from trainer.server.template_limits import reasoning_variables, warnings_about
 from trainer.server.tools import ToolUse, tool_use
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatRequest(SamplingFields):
