@@ -7,7 +7,6 @@ An agent that uses the base URL `/rollouts/ID/v1` is recorded there, whatever it
     trajectory = run.trajectory(reward=score(answer))
 """
 
-import importlib.util
 import os
 import uuid
 from collections.abc import Mapping
@@ -83,7 +82,8 @@ class Rollout:
             "metadata": {"rollout": self.id, **(metadata or {})},
             "logs": [],
         }
-        return wire if as_json or not _has_art() else _as_art(wire)
+        kind = None if as_json else _trajectory_class()
+        return wire if kind is None else _as_art(kind, wire)
 
     def collect(self) -> None:
         """Read the choices recorded so far. The end of a `with` block does this."""
@@ -119,7 +119,7 @@ class Rollout:
         return {"Authorization": f"Bearer {self.api_key}"}
 
     def _read(self, response: httpx.Response) -> None:
-        if NOTHING_SAMPLED in response.text[:200]:
+        if response.status_code == 404 and NOTHING_SAMPLED in response.text:
             self.turns = []  # `trajectory` says so
         elif response.is_error:
             raise error_of(response)
@@ -186,14 +186,17 @@ def _key(api_key: str | None) -> str:
     return api_key or os.environ.get("ART_API_KEY") or "default"
 
 
-def _has_art() -> bool:
+def _trajectory_class() -> Any | None:
+    """Return `art.Trajectory`, or None without openpipe-art."""
+    try:
+        import art
+    except ImportError:
+        return None
     # Another package on PyPI is named `art` too, and has no trajectories.
-    found = importlib.util.find_spec("art")
-    return found is not None and importlib.util.find_spec("art.trajectories") is not None
+    return getattr(art, "Trajectory", None)
 
 
-def _as_art(wire: Json) -> Any:
-    from art import Trajectory
+def _as_art(kind: Any, wire: Json) -> Any:
     from openai.types.chat.chat_completion import Choice
 
     def typed(history: Json) -> Json:
@@ -203,4 +206,4 @@ def _as_art(wire: Json) -> Any:
         return {**history, "messages_and_choices": choices}
 
     more = [typed(history) for history in wire["additional_histories"]]
-    return Trajectory.model_validate({**typed(wire), "additional_histories": more})
+    return kind.model_validate({**typed(wire), "additional_histories": more})
