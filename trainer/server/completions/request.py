@@ -60,7 +60,7 @@ class CompletionRequest(SamplingFields):
     def _prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
         """Token ids of every prompt; a text is encoded as it is, without special tokens."""
         several = isinstance(self.prompt, list) and not _is_tokens(self.prompt)
-        prompts = self.prompt if several else [self.prompt]
+        prompts: Any = self.prompt if several else [self.prompt]
         ids = [tokenizer.encode(each) if isinstance(each, str) else each for each in prompts]
         found = [list(known_ids("prompt", each, tokenizer)) for each in ids]
         if not found or not all(found):
