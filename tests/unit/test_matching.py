@@ -251,14 +251,17 @@ def test_a_text_that_was_once_sampled_is_no_match(
     assert recalled(ledger, tokenizer, user("one"), bare) == [None]
 
 
-def test_tokens_given_by_their_text_need_the_same_text_and_logprobs(
+def test_tokens_given_by_their_text_need_the_same_prompt_text_and_logprobs(
     ledger: Ledger, tokenizer: Tokenizer
 ) -> None:
-    answer = without_id(sampled(ledger, tokenizer, [user("one")], "yes", logprob=-0.5))
+    asked = [user("one")]
+    answer = without_id(sampled(ledger, tokenizer, asked, "yes", logprob=-0.5, tools=TOOLS))
     for token in answer["logprobs"]["content"]:
         token["token"] = "text"
-    found = recalled(ledger, tokenizer, user("one"), answer)
-    assert prompts(found) == [tokenizer.apply_chat_template([user("one")])]
+    for tools in (TOOLS, None):
+        found = recalled(ledger, tokenizer, user("one"), answer, tools=tools)
+        assert prompts(found) == [tokenizer.apply_chat_template(asked, TOOLS)]
+    assert recalled(ledger, tokenizer, user("other"), answer) == [None]
     answer["logprobs"]["content"][0]["logprob"] = -0.6
     assert recalled(ledger, tokenizer, user("one"), answer) == [None]
 

@@ -2,11 +2,12 @@
 
 A choice's id names its entry. The id counts only if the tokens, logprobs or text of the choice
 agree with that entry. If they do not, or the entry is gone, another entry counts only if it has the
-same tokens, logprobs and prompt. Without an id, the entry must have the same tokens and logprobs.
-If entries with different prompts have them, the conversation before the choice decides: it is
-rendered and encoded as it was for sampling. A choice that still fits several prompts is marked, and
-the learner counts it and does not train on it. A choice without id and logprobs is never matched,
-because its text alone may have been sampled in another conversation.
+same tokens, logprobs and prompt. The same holds for a choice whose logprobs name tokens by their
+text. Without an id, an entry must have the same token ids and logprobs. If entries with different
+prompts have them, the conversation before the choice decides: it is rendered and encoded as it was
+for sampling. A choice that still fits several prompts is marked, and the learner counts it and does
+not train on it. A choice without id and logprobs is never matched, because its text alone may have
+been sampled in another conversation.
 """
 
 from array import array
@@ -79,8 +80,12 @@ class _Conversation:
         if id and (row := self._ledger.with_id(id)) and self._agrees(choice, row):
             return [row]
         rows = self._candidates(choice)
-        if id:  # its entry is gone, or it was edited: another entry counts for the same prompt only
-            return self._with_rendered_prompt(index, rows, own_template=False)
+        if id or not fingerprint(choice):
+            # The entry of the id is gone, the choice was edited, or its tokens are given by their
+            # text: an entry counts only if its prompt is this conversation.
+            return self._with_rendered_prompt(
+                index, rows, own_template=False
+            ) or self._with_rendered_prompt(index, rows, own_template=True)
         tests: tuple[Callable[[], list[Row]], ...] = (
             lambda: _with_equal_logprobs(choice, rows),
             lambda: self._with_rendered_prompt(index, rows, own_template=False),
