@@ -102,6 +102,29 @@ async def test_every_turn_of_a_rollout_is_trained_as_it_was_sampled(trainable: S
     assert row["data/retokenized"] == 0
 
 
+def test_turns_of_other_apis_are_one_conversation_each(trainable: Serving) -> None:
+    with rollout("rollouts", base_url=trainable.openai) as run:
+        body: dict[str, Any] = {"model": run.model, "max_output_tokens": 8}
+        for text in ("Begin", "Go on"):
+            answer = httpx.post(f"{run.base_url}/responses", json={**body, "input": text})
+            body["previous_response_id"] = answer.raise_for_status().json()["id"]
+        messages: list[Any] = []
+        for text in ("Open", "Close"):
+            messages.append(user(text))
+            body = {"model": run.model, "max_tokens": 8, "messages": messages}
+            answer = httpx.post(f"{run.anthropic_url}/v1/messages", json=body)
+            content = answer.raise_for_status().json()["content"]
+            messages.append({"role": "assistant", "content": content})
+    one = run.trajectory(1.0, as_json=True)
+    (second,) = one["additional_histories"]
+    for history, texts in ((one, ("Begin", "Go on")), (second, ("Open", "Close"))):
+        first, reply, then, last = history["messages_and_choices"]
+        assert (first["content"], then["content"]) == texts
+        assert reply["token_ids"] and last["token_ids"]
+    sampled = [turn.choice["token_ids"] for turn in run.turns]
+    assert [completion for _, completion in trained(trainable, one)] == sampled
+
+
 async def test_a_rollout_of_arts_model_becomes_arts_trajectory(
     trainable: Serving, tmp_path: Path
 ) -> None:
