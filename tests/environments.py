@@ -52,11 +52,10 @@ def _make(directory: Path, pins: Path, packages: list[str], version: str) -> Non
 
 def _interpreter(version: str) -> str:
     """A Python that pyenv holds but did not activate, or the version, which uv then provides."""
-    for directory in map(Path, os.environ["PATH"].split(os.pathsep)):
-        if directory.name == "shims":
-            held = sorted(directory.parent.glob(f"versions/{version}.*/bin/python"))
-            return str(held[-1]) if held else version
-    return version
+    path = map(Path, os.environ["PATH"].split(os.pathsep))
+    roots = [directory.parent for directory in path if directory.name == "shims"]
+    held = [found for root in roots for found in root.glob(f"versions/{version}.*/bin/python")]
+    return str(max(held)) if held else version
 
 
 def run_client(python: Path, script: str, *arguments: str, cwd: Path, timeout: float = 300) -> Any:
