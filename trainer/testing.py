@@ -7,6 +7,7 @@ that needs tool calls can still be tested and trained. The learner and everythin
 """
 
 import argparse
+import asyncio
 import itertools
 import json
 import logging
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.base_model.tokenizer import Tokenizer
+from trainer.engines.constraints import Grammars
 from trainer.engines.engine import Delta, Engine, SampleRequest
 
 PIECE = 8  # tokens in one delta of a stream
@@ -36,13 +38,17 @@ class Rule:
 
 
 class ScriptedEngine:
-    """Reply with the first rule that matches; if none does, sample from the inner engine."""
+    """Reply with the first rule that matches; if none does, sample from the inner engine.
+
+    So it does for a reply that the request's constraint forbids: no engine could sample it.
+    """
 
     name = "scripted"
 
-    def __init__(self, inner: Engine, tokenizer: Tokenizer, rules: Sequence[Rule]) -> None:
+    def __init__(self, inner: Engine, directory: Path, rules: Sequence[Rule]) -> None:
         self._inner = inner
-        self._tokenizer = tokenizer
+        self._tokenizer = Tokenizer(directory)
+        self._grammars = Grammars(directory, self._tokenizer, self._tokenizer.vocab_size)
         self._rules = rules
 
     @property
@@ -70,13 +76,24 @@ class ScriptedEngine:
     async def sample(self, request: SampleRequest) -> AsyncIterator[Delta]:
         prompt = self._tokenizer.decode(request.prompt_ids)
         rule = next((rule for rule in self._rules if re.search(rule.when, prompt)), None)
-        if rule is None or request.prompt_logprobs:  # no script knows those
+        # No script knows the logprobs of a prompt.
+        if rule is None or request.prompt_logprobs or not await self._allows(request, rule):
             async for delta in self._inner.sample(request):
                 yield delta
             return
         for index in range(request.n):
             for delta in self._reply(next(rule.turns), index, request):
                 yield delta
+
+    async def _allows(self, request: SampleRequest, rule: Rule) -> bool:
+        if request.constraint is None:
+            return True
+        matcher = await asyncio.wrap_future(self._grammars.compile(request.constraint))
+        for reply in rule.replies:
+            ids, copy = self._tokenizer.encode(reply), matcher.deep_copy()
+            if not (copy.try_consume_tokens(ids) == len(ids) and copy.is_accepting()):
+                return False
+        return True
 
     def _reply(self, text: str, index: int, request: SampleRequest) -> list[Delta]:
         ids = [*self._tokenizer.encode(text), min(self._tokenizer.eos_ids)]
@@ -114,7 +131,7 @@ def main() -> None:
     from trainer.server.app import serve
 
     def wrap(engine: Engine, directory: Path) -> Engine:
-        return ScriptedEngine(engine, Tokenizer(directory), rules)
+        return ScriptedEngine(engine, directory, rules)
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     serve(gather(ServerConfig, flags=flags), wrap_engine=wrap)
