@@ -137,10 +137,16 @@ class Matrix:
         self.server = server
         self._tokenizer = next((Path(cache) / "models").glob(f"{BASE}-*/tokenizer.json")).parent
         self._directory = directory
-        self.results = functools.cache(self._results)
+        self._run = functools.cache(self._run_once)
 
-    def _results(self, environment: str) -> dict[tuple[str, str], str]:
+    def results(self, environment: str) -> dict[tuple[str, str], str]:
         """What went wrong, by driver and column; an empty string where nothing did."""
+        done = self._run(environment)
+        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+        return {(line["framework"], line["column"]): line["error"] for line in lines}
+
+    def _run_once(self, environment: str) -> subprocess.CompletedProcess[str]:
         arguments = [self.server.openai, str(MODEL["name"])]
         drivers = [f.driver for f in FRAMEWORKS if f.environment == environment]
         if environment == "vercel":
@@ -152,17 +158,13 @@ class Matrix:
             interpreter = [str(python(environment)), "-W", "ignore"]
             command = [*interpreter, str(HERE / "run.py"), *arguments, *drivers]
         variables = {**client_environment(), **_QUIET, "TOKENIZER": str(self._tokenizer)}
-        done = subprocess.run(
+        return subprocess.run(
             command,
             cwd=self._directory,
             env={**variables, "HOME": str(self._directory)},
             capture_output=True,
             text=True,
-            timeout=800,
         )
-        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-        return {(line["framework"], line["column"]): line["error"] for line in lines}
 
 
 _QUIET = {
