@@ -135,7 +135,7 @@ class Matrix:
 
     def __init__(self, server: Serving, cache: str, directory: Path) -> None:
         self.server = server
-        self._tokenizer = next((Path(cache) / "models").glob(f"{BASE}-*/tokenizer.json")).parent
+        self.tokenizer = next((Path(cache) / "models").glob(f"{BASE}-*/tokenizer.json")).parent
         self._directory = directory
         self._run = functools.cache(self._run_once)
 
@@ -157,7 +157,7 @@ class Matrix:
             # Packages warn about each other's old interfaces.
             interpreter = [str(python(environment)), "-W", "ignore"]
             command = [*interpreter, str(HERE / "run.py"), *arguments, *drivers]
-        variables = {**client_environment(), **_QUIET, "TOKENIZER": str(self._tokenizer)}
+        variables = {**client_environment(), **_QUIET, "TOKENIZER": str(self.tokenizer)}
         return subprocess.run(
             command,
             cwd=self._directory,
