@@ -11,8 +11,8 @@ from trainer.base_model.resolve import resolve
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.engine import SampleRequest
 from trainer.errors import BadRequest
-from trainer.server import chat_fields
-from trainer.server.chat import ChatRequest
+from trainer.server.chat import fields as chat_fields
+from trainer.server.chat.request import ChatRequest
 
 BASIC: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}

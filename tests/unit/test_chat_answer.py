@@ -11,8 +11,8 @@ import pytest
 from trainer.base_model.resolve import resolve
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.engine import Delta
-from trainer.server.chat import ChatRequest
-from trainer.server.chat_answer import ChatAnswer
+from trainer.server.chat.answer import ChatAnswer
+from trainer.server.chat.request import ChatRequest
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
 NAMED = {"type": "function", "function": {"name": "add"}}

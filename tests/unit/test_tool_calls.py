@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from trainer.server.tool_calls import ToolCallParser
+from trainer.server.chat.tool_calls import ToolCallParser
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 

@@ -7,8 +7,8 @@ import llguidance
 import pytest
 
 from trainer.base_model.resolve import resolve
-from trainer.server.tool_grammar import tool_grammar
-from trainer.server.tools import tool_use
+from trainer.server.chat.tool_grammar import tool_grammar
+from trainer.server.chat.tools import tool_use
 
 NUMBERS = {
     "type": "object",

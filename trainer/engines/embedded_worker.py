@@ -91,9 +91,8 @@ class EmbeddedWorker:
     def _answer(self, call: int, method: str, params: dict[str, Any]) -> None:
         try:
             if method == "sample":
-                self._enqueue(
-                    call, SampleRequest.from_json(params)
-                )  # rows and result follow from `_advance`
+                # Rows and result follow from `_advance`.
+                self._enqueue(call, SampleRequest.from_json(params))
             elif method == "cancel":
                 self._cancel(call)
             else:

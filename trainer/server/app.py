@@ -18,12 +18,12 @@ from trainer.config import ServerConfig
 from trainer.errors import TrainerError
 from trainer.server import guard
 from trainer.server.backend import Backend
+from trainer.server.chat.template_limits import HEADER
 from trainer.server.disconnects import LEFT, ClientLeft
 from trainer.server.error_answers import add_handlers
 from trainer.server.lease import unpulled_warnings, watch_lease
 from trainer.server.messages.errors import AnthropicErrors
 from trainer.server.routes import art, completions, messages, openai, preview, responses, rollouts
-from trainer.server.template_limits import HEADER
 from trainer.server.workers import WrapEngine
 
 logger = logging.getLogger(__name__)

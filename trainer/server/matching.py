@@ -23,8 +23,8 @@ from trainer import exact_tokens
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.exact_tokens import PREFIX
 from trainer.server import ledger as ledgers
+from trainer.server.chat.tool_calls import ToolCallParser
 from trainer.server.ledger import Entry, Ledger, Row
-from trainer.server.tool_calls import ToolCallParser
 
 # A step holds hundreds of thousands of tokens: a Python expression for each would be too slow.
 _TOKEN_AND_LOGPROB = itemgetter("token", "logprob")

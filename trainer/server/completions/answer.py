@@ -10,8 +10,8 @@ from kit.types import Json
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.engine import Delta, SampleRequest
 from trainer.exact_tokens import CHOICE_ID, PREFIX
-from trainer.server.chat import ChatRequest
-from trainer.server.chat_answer import ChatAnswer
+from trainer.server.chat.answer import ChatAnswer
+from trainer.server.chat.request import ChatRequest
 from trainer.server.completions.merge import Merged
 from trainer.server.completions.request import CompletionRequest
 

@@ -7,9 +7,9 @@ from pydantic import Field
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.engine import SampleRequest
 from trainer.errors import BadRequest, Unsupported
-from trainer.server.chat_fields import refuse_unknown
-from trainer.server.sampling_fields import SamplingFields, known_ids
-from trainer.server.tools import ToolUse
+from trainer.server.chat.fields import refuse_unknown
+from trainer.server.chat.sampling_fields import SamplingFields, known_ids
+from trainer.server.chat.tools import ToolUse
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_PROMPTS = 2048

@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 
 from kit.errors import KitError
 from kit.types import Json
+from trainer.server.chat.translate import choice_id
 from trainer.server.messages.errors import error_body
-from trainer.server.translate import choice_id
 
 _REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 StopSequence = Callable[[list[int]], str | None]

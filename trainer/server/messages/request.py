@@ -9,8 +9,8 @@ from pydantic import Field
 
 from kit.types import Json
 from trainer.errors import BadRequest, Unsupported
-from trainer.server.chat import ChatRequest
-from trainer.server.translate import chat_request, check_extra
+from trainer.server.chat.request import ChatRequest
+from trainer.server.chat.translate import chat_request, check_extra
 
 # Default values that clients send unprompted. Any other value is refused by its key.
 _NEUTRAL: Json = {"mcp_servers": []}

@@ -9,8 +9,8 @@ from typing import Any
 
 from kit.errors import KitError
 from kit.types import Json
+from trainer.server.chat.translate import choice_id
 from trainer.server.responses.request import ResponsesRequest
-from trainer.server.translate import choice_id
 
 _TOOL_KEYS = ("description", "parameters", "strict")
 

@@ -5,9 +5,9 @@ from pydantic import Field
 
 from kit.types import Json
 from trainer.errors import BadRequest, Unsupported
-from trainer.server.chat import ChatRequest
+from trainer.server.chat.request import ChatRequest
+from trainer.server.chat.translate import chat_request, check_extra
 from trainer.server.responses.items import Lookup, messages_of, with_instructions
-from trainer.server.translate import chat_request, check_extra
 
 LOGPROBS = "message.output_text.logprobs"
 # There are no built-in tools here and no reasoning that could be encrypted or summarized.

@@ -5,9 +5,9 @@ from fastapi.responses import JSONResponse, Response
 
 from kit.types import Json
 from trainer.server.backend import Backend
-from trainer.server.chat import ChatRequest
+from trainer.server.chat.exchange import Exchange
+from trainer.server.chat.request import ChatRequest
 from trainer.server.disconnects import ClosingStream
-from trainer.server.exchange import Exchange
 
 
 def routes(backend: Backend) -> APIRouter:

@@ -5,8 +5,8 @@ from fastapi.responses import JSONResponse, Response
 
 from kit.types import Json
 from trainer.server.backend import Backend
+from trainer.server.chat.exchange import Exchange
 from trainer.server.disconnects import ClosingStream
-from trainer.server.exchange import Exchange
 from trainer.server.responses.answer import ResponseAnswer, events
 from trainer.server.responses.request import ResponsesRequest
 

@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from kit.types import Json
 from trainer.errors import Unsupported
 from trainer.exact_tokens import CHOICE_ID
-from trainer.server.chat import ChatRequest
+from trainer.server.chat.request import ChatRequest
 
 # Settings of a chat that other APIs lack. Clients send them as extra fields, for example `seed` in
 # the `extra_body` of OpenAI's package.

@@ -9,9 +9,9 @@ from kit.types import Json
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.engine import Delta
 from trainer.exact_tokens import CHOICE_ID, IMPOSSIBLE, PREFIX
-from trainer.server.chat import ChatRequest
+from trainer.server.chat.request import ChatRequest
+from trainer.server.chat.tool_calls import ToolCallParser
 from trainer.server.policy_spans import policy_spans
-from trainer.server.tool_calls import ToolCallParser
 
 
 class ChatAnswer:

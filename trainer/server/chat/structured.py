@@ -13,8 +13,8 @@ from kit.types import Json
 from trainer.engines.constraints import JSON_STYLE, without_unknown_formats
 from trainer.engines.engine import Constraint
 from trainer.errors import BadRequest, Unsupported
-from trainer.server.tool_grammar import tool_grammar
-from trainer.server.tools import NAME, ToolUse
+from trainer.server.chat.tool_grammar import tool_grammar
+from trainer.server.chat.tools import NAME, ToolUse
 
 GUIDED = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
 _KINDS = ("json", "json_object", "regex", "choice", "grammar")

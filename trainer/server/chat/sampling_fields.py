@@ -9,8 +9,8 @@ from pydantic import Field
 from kit.types import Json
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.errors import BadRequest
-from trainer.server.structured import GUIDED, constraint
-from trainer.server.tools import ToolUse
+from trainer.server.chat.structured import GUIDED, constraint
+from trainer.server.chat.tools import ToolUse
 
 Number = Annotated[float, Field(allow_inf_nan=False)]
 _STREAM_OPTIONS = {"include_usage", "include_obfuscation", "continuous_usage_stats"}

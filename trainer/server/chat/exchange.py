@@ -11,10 +11,10 @@ from fastapi import Request
 
 from kit.types import Json
 from trainer.server.backend import Backend
-from trainer.server.chat import ChatRequest
-from trainer.server.chat_answer import ChatAnswer
+from trainer.server.chat.answer import ChatAnswer
+from trainer.server.chat.request import ChatRequest
+from trainer.server.chat.template_limits import HEADER
 from trainer.server.disconnects import while_connected
-from trainer.server.template_limits import HEADER
 
 
 class Exchange:

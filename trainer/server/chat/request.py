@@ -9,10 +9,10 @@ from kit.types import Json
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.engine import SampleRequest
 from trainer.errors import BadRequest
-from trainer.server.chat_fields import refuse_unknown
-from trainer.server.sampling_fields import SamplingFields
-from trainer.server.template_limits import reasoning_variables, warnings_about
-from trainer.server.tools import ToolUse, tool_use
+from trainer.server.chat.fields import refuse_unknown
+from trainer.server.chat.sampling_fields import SamplingFields
+from trainer.server.chat.template_limits import reasoning_variables, warnings_about
+from trainer.server.chat.tools import ToolUse, tool_use
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 

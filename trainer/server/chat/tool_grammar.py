@@ -1,7 +1,7 @@
 """The grammar of an answer that calls tools, for a request that restricts its calls.
 
 It is llguidance's dialect of Lark, with calls in Hermes form: models are trained on that form, and
-`trainer/server/tool_calls.py` reads it.
+`trainer/server/chat/tool_calls.py` reads it.
 """
 
 import json
@@ -9,8 +9,8 @@ from typing import Any
 
 from kit.types import Json
 from trainer.engines.constraints import JSON_STYLE, without_unknown_formats
-from trainer.server.tool_calls import CLOSE, OPEN
-from trainer.server.tools import ToolUse
+from trainer.server.chat.tool_calls import CLOSE, OPEN
+from trainer.server.chat.tools import ToolUse
 
 # With one of these beside `properties`, other properties may be declared elsewhere in the schema.
 _ELSEWHERE = {
