@@ -206,7 +206,7 @@ def table(results: dict[tuple[str, str], str]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
 
-START, END = "<!-- generated: frameworks -->\n\n", "\n<!-- end generated -->"
+START, END = "<!-- written by the matrix -->\n\n", "\n<!-- end generated -->"
 
 
 def table_in_manual() -> str:
