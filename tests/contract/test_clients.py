@@ -193,7 +193,9 @@ def test_the_pipeline_trainer_of_0_5_23_trains_and_evaluates_on_both_backends(
     serving: Serving, newest_python: Path, tmp_path: Path
 ) -> None:
     told = run_client(
-        newest_python, "art_pipeline.py", serving.control, serving.openai, cwd=tmp_path
+        *(newest_python, "art_pipeline.py", serving.control, serving.openai),
+        cwd=tmp_path,
+        timeout=800,  # torch and transformers are compiled at the first start
     )
     for backend, prefix in (("serverless", "wandb-artifact:///"), ("backend", "pipeline-backend@")):
         found = told[backend]
