@@ -29,6 +29,7 @@ _LONG_GROUPS = {
     "slurm": ("e2e/test_slurm.py", "e2e/test_slurm_nodes.py"),  # one Slurm cluster on a machine
     "smollm2": ("e2e/test_local.py", "e2e/test_notebook.py"),  # both cores busy: not twice at once
     "nat": ("contract/test_nat.py",),
+    "matrix": ("contract/test_matrix.py",),
     "kill": ("faults/test_kill.py",),
 }
 _VLLM = "vllm"  # one vLLM server, and one environment to build
