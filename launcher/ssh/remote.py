@@ -13,13 +13,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from kit.errors import NotInstalled
 from launcher.errors import RemoteError, Unreachable
 from launcher.provider import Progress, Sent
 from launcher.ssh import rsync
 from launcher.ssh.forward import Forward
+
+if TYPE_CHECKING:
+    from fabric import Connection
+    from paramiko import SSHConfig
 
 # Prefer ciphers with hardware support: the slower end limits how fast checkpoints travel. The
 # default ciphers stay available.
@@ -28,6 +32,9 @@ _TRANSFER_OPTIONS = (
     "-oServerAliveInterval=15",
     "-oCiphers=^aes128-gcm@openssh.com,aes256-gcm@openssh.com",
 )
+# Seconds for each attempt to connect. The first is short, because a machine that no longer exists
+# does not refuse; the others are for a handshake on a busy machine.
+_CONNECT_SECONDS = (10, 30, 60)
 
 
 class Remote:
@@ -41,27 +48,17 @@ class Remote:
         """Run `command` in the cluster's home and return its output, or write it to `out`."""
         self._require_alias()
         try:
-            from fabric import Config, Connection
             from invoke.exceptions import UnexpectedExit
             from paramiko import SSHConfig, SSHException
         except ImportError as exc:
             raise NotInstalled(
                 "Fabric is not installed", hint="Install it with `scripts/install`"
             ) from exc
-        logging.getLogger("paramiko").setLevel(logging.WARNING)  # INFO logs every connection
         config = SSHConfig.from_path(str(self.ssh_config))
         # Paramiko ignores `SetEnv`, which on Slurm selects the cluster's home.
         name, _, value = config.lookup(self.cluster).get("setenv", "").partition("=")
         try:
-            # Not as a prefix of the command: the shell's rc file reads the variable.
-            with Connection(
-                self.cluster,
-                config=Config(ssh_config=config),
-                inline_ssh_env=False,
-                connect_timeout=10,  # a machine that no longer exists does not refuse
-                # The connection may go through a program of SkyPilot that starts slowly.
-                connect_kwargs={"banner_timeout": 60, "auth_timeout": 60},
-            ) as connection:
+            with self._connect(config) as connection:
                 result = connection.run(
                     command,
                     hide="stderr" if out else True,
@@ -79,6 +76,33 @@ class Remote:
                 f"Cluster `{self.cluster}` does not answer: {exc}", hint=self._hint
             ) from exc
         return str(result.stdout)
+
+    def _connect(self, config: "SSHConfig") -> "Connection":
+        """Connect, and try again if the handshake takes too long: nothing has run yet."""
+        from fabric import Config, Connection
+        from paramiko import AuthenticationException, SSHException
+
+        logging.getLogger("paramiko").setLevel(logging.WARNING)  # INFO logs every connection
+        for seconds in _CONNECT_SECONDS:
+            connection = Connection(
+                self.cluster,
+                config=Config(ssh_config=config),
+                # Not as a prefix of the command: the shell's rc file reads the variable.
+                inline_ssh_env=False,
+                connect_timeout=seconds,
+                # The connection may go through a program of SkyPilot that starts slowly.
+                connect_kwargs={"banner_timeout": 60, "auth_timeout": 60},
+            )
+            try:
+                connection.open()
+                break
+            except AuthenticationException:
+                raise
+            except (SSHException, EOFError):
+                connection.close()
+                if seconds == _CONNECT_SECONDS[-1]:
+                    raise
+        return connection
 
     @contextlib.contextmanager
     def writer(self, path: str) -> Iterator[Callable[[str], None]]:

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -184,3 +185,29 @@ def test_a_local_port_that_is_in_use_is_named(remote: Remote) -> None:
     ):
         raise AssertionError("it opened")
     assert free_port() > 0
+
+
+def test_a_handshake_that_fails_is_tried_again_before_the_cluster_counts_as_lost() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        remote = Remote("art")
+        remote.ssh_config.parent.mkdir(parents=True)
+        port = server.getsockname()[1]
+        remote.ssh_config.write_text(f"Host art\n  HostName 127.0.0.1\n  Port {port}\n")
+        connections: list[str] = []
+
+        def hang_up() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                connections.append("one")
+                connection.close()
+
+        thread = threading.Thread(target=hang_up, daemon=True)
+        thread.start()
+        with pytest.raises(Unreachable, match="Cluster `art` does not answer"):
+            remote.run("true")
+        server.shutdown(socket.SHUT_RDWR)
+    thread.join(10)
+    assert len(connections) == 3
