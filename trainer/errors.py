@@ -4,7 +4,8 @@ TrainerError
 ├── BadRequest         the client sent something we cannot use (HTTP 400)
 │   ├── Unsupported    a setting or feature we do not have, by name
 │   └── TooLong        the prompt and its answer do not fit the context
-├── NotFound           no such model, step or checkpoint (404)
+├── NotFound           no such step, checkpoint or response (404)
+│   └── UnknownModel   no such model
 ├── Conflict           it would clash with what is being served (409)
 ├── ModelError         the base model cannot be loaded
 ├── CheckpointError    a checkpoint is damaged or does not belong here
@@ -60,6 +61,10 @@ class TooLong(BadRequest):
 class NotFound(TrainerError):
     status = 404
     code = "not_found"
+
+
+class UnknownModel(NotFound):
+    code = "model_not_found"  # OpenAI's
 
 
 class Conflict(TrainerError):

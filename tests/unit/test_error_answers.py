@@ -75,7 +75,7 @@ async def test_an_invalid_field_is_named_as_openai_names_it(server: httpx.AsyncC
 @pytest.mark.parametrize(
     ("path", "status", "kind", "code"),
     [
-        ("/v1/models/none", 404, "not_found_error", "not_found"),
+        ("/v1/models/none", 404, "not_found_error", "model_not_found"),
         ("/v1/chat/completions", 405, "invalid_request_error", None),
     ],
 )

@@ -18,7 +18,7 @@ from kit.state_dir import CHECKPOINTS, RUN, model_path
 from trainer import checkpoint
 from trainer.config import LoraConfig
 from trainer.engines.engine import SampleRequest
-from trainer.errors import Conflict, NotFound, NotReady, TooLong, TrainerError
+from trainer.errors import Conflict, NotReady, TooLong, TrainerError, UnknownModel
 from trainer.server.journal import Journal, JournaledRequest
 from trainer.server.wire import ModelWire
 
@@ -287,7 +287,7 @@ class Models:
         return [model for model in models if model.name == name] + aliased
 
     def _not_found(self, message: str, hint: str) -> TrainerError:
-        return NotReady(f"{message} yet") if self.starting else NotFound(message, hint=hint)
+        return NotReady(f"{message} yet") if self.starting else UnknownModel(message, hint=hint)
 
 
 def _fits(path: Path, wire: ModelWire, lora: LoraConfig) -> bool:
