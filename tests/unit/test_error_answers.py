@@ -10,6 +10,7 @@ from trainer.server.app import create_app
 from trainer.server.backend import Backend
 
 PAGE = "`docs/api.md` lists what is served"
+JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +116,32 @@ async def test_browsers_may_call_from_loopback_pages_where_asked(
         answer = await connected.get("/health", headers={"Origin": origin})
     for response in (preflight, answer):
         assert (response.headers.get("access-control-allow-origin") == origin) is allowed
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [
+        ("NaN", "`NaN` is no number"),
+        ("-Infinity", "`-Infinity` is no number"),
+        ("1e999", "`1e999` is no number"),
+        ("1" * 5000, "Exceeds the limit"),
+        (r'"\ud83d"', "half of a character"),
+        (r'"\uDE00 \ud83d\ude00"', "half of a character"),
+        ('"\xff"', "codec can't decode"),
+        ("tru", "Expecting value"),
+    ],
+)
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses", "messages"])
+async def test_a_body_that_an_answer_could_not_echo_is_refused(
+    server: httpx.AsyncClient, path: str, value: str, fault: str
+) -> None:
+    body = f'{{"metadata": {{"a": {value}}}}}'.encode("latin-1")
+    answer = await server.post(f"/v1/{path}", content=body, headers=JSON)
+    assert answer.status_code == 400
+    assert "`body` is not JSON: " in answer.text and fault in answer.json()["error"]["message"]
+
+
+async def test_a_whole_character_may_be_escaped(server: httpx.AsyncClient) -> None:
+    body = rb'{"model": "m", "prompt": "\ud83d\ude00"}'
+    answer = await server.post("/v1/completions", content=body, headers=JSON)
+    assert answer.json()["error"]["code"] == "model_not_found"

@@ -94,7 +94,7 @@ def add_handlers(app: FastAPI) -> None:
     async def invalid(request: Request, fault: RequestValidationError) -> JSONResponse:
         places = [_place(each) for each in fault.errors()]
         messages = [
-            f"`{place}` {each['msg']}" for place, each in zip(places, fault.errors(), strict=True)
+            f"`{place}` {_fault(each)}" for place, each in zip(places, fault.errors(), strict=True)
         ]
         # OpenAI's API says 400; ART's servers have always said 422.
         agents = _AGENT_API.match(request.url.path)
@@ -130,6 +130,12 @@ def _alternative(path: str) -> str:
         (hint for pattern, hint in _OTHERS if re.match(pattern, path)), None
     )
     return f"{found}; {PAGE}" if found else PAGE
+
+
+def _fault(fault: Json) -> str:
+    """The words of a fault; FastAPI keeps those of a JSON parser apart."""
+    cause = fault.get("ctx", {}).get("error") if fault["type"] == "json_invalid" else None
+    return f"is not JSON: {cause}" if cause else str(fault["msg"])
 
 
 def _place(fault: Json) -> str:

@@ -6,6 +6,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from kit.types import Json
+from trainer.server.agent_routes import agent_router
 from trainer.server.backend import Backend
 from trainer.server.completions.answer import CompletionAnswer
 from trainer.server.completions.merge import Merged, merge
@@ -15,7 +16,7 @@ from trainer.server.disconnects import ClosingStream, while_connected
 
 def routes(backend: Backend) -> APIRouter:
     """The routes under `/v1`; under `/rollouts/ID/v1` the same ones also record a rollout."""
-    router = APIRouter()
+    router = agent_router()
 
     @router.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:

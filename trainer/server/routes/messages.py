@@ -4,6 +4,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from kit.types import Json
+from trainer.server.agent_routes import agent_router
 from trainer.server.backend import Backend
 from trainer.server.chat.exchange import Exchange
 from trainer.server.disconnects import ClosingStream
@@ -13,7 +14,7 @@ from trainer.server.messages.request import CountRequest, MessagesRequest
 
 def routes(backend: Backend) -> APIRouter:
     """The routes under `/v1`; under `/rollouts/ID/v1` the same ones also record a rollout."""
-    router = APIRouter()
+    router = agent_router()
 
     @router.post("/v1/messages")
     async def create(body: MessagesRequest, request: Request) -> Response:

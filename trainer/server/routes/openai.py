@@ -4,6 +4,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from kit.types import Json
+from trainer.server.agent_routes import agent_router
 from trainer.server.backend import Backend
 from trainer.server.chat.exchange import Exchange
 from trainer.server.chat.request import ChatRequest
@@ -12,7 +13,7 @@ from trainer.server.disconnects import ClosingStream
 
 def routes(backend: Backend) -> APIRouter:
     """The routes under `/v1`; under `/rollouts/ID/v1` the same ones also record a rollout."""
-    router = APIRouter()
+    router = agent_router()
 
     @router.get("/v1/models")
     async def models() -> Json:
