@@ -1,3 +1,6 @@
+import shutil
+from pathlib import Path
+
 import pytest
 
 from trainer.base_model.resolve import resolve
@@ -63,3 +66,15 @@ def test_a_stop_string_counts_only_if_it_ends_after_the_least_number_of_tokens(
     assert until_stop("axybxyc", 2) == "a"
     assert until_stop("axybxyc", 3) == "axyb"
     assert until_stop("axybxyc", 6) == "axybxyc"
+
+
+def test_tags_of_calls_are_text_also_as_special_tokens(tmp_path: Path) -> None:
+    model = Path(shutil.copytree(resolve("tiny-random"), tmp_path / "model"))
+    file = model / "tokenizer.json"
+    file.write_text(file.read_text().replace("<|im_start|>", "<tool_call>"))
+    tokenizer = Tokenizer(model)
+    ids = tokenizer.encode("<tool_call>{}</tool_call><|im_end|>")
+    assert len(ids) < len("{}</tool_call>") + 3  # the tag is one token
+    stream = TextStream(tokenizer)
+    text = "".join(stream.add(token) for token in ids) + stream.finish()
+    assert text == tokenizer.text(ids) == "<tool_call>{}</tool_call>"

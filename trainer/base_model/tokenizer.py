@@ -26,6 +26,8 @@ from trainer.errors import BadRequest, ModelError, Unsupported
 Message = Mapping[str, Any]
 # Tokens that end an assistant's turn. Some models name only one of theirs in their settings.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
+# Tags of calls, which are text also where a model has them as special tokens.
+TOOL_TAGS = ("<tool_call>", "</tool_call>")
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 # A conversation with a tool call, to find out what a chat template shows.
 _PROBE_TOOL: dict[str, Any] = {
@@ -91,8 +93,13 @@ class Tokenizer:
         return bytes(text.replace("▁", " "), "utf-8")
 
     def is_special(self, token: int) -> bool:
+        """Whether a token is no text of an answer."""
         added = self._added.get(token)
-        return added is not None and added.special
+        return added is not None and added.special and added.content not in TOOL_TAGS
+
+    def text(self, ids: Iterable[int]) -> str:
+        """The text of an answer: without special tokens, as engines decode it."""
+        return self.decode([token for token in ids if not self.is_special(token)])
 
     def apply_chat_template(
         self,

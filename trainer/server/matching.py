@@ -129,7 +129,7 @@ class _Conversation:
         if not (content or names) or ledgers.text_digest(content) == row.content:
             return True
         # The server splits the sampled text into content and calls.
-        text = self._tokenizer.decode(array("i", row.completion_ids), skip_special_tokens=True)
+        text = self._tokenizer.text(array("i", row.completion_ids))
         parser = ToolCallParser()
         said = parser.add(text) + parser.finish()
         called = [_name(call) for call in parser.calls]

@@ -4,8 +4,9 @@ import json
 import uuid
 
 from kit.types import Json
+from trainer.base_model.tokenizer import TOOL_TAGS
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
+OPEN, CLOSE = TOOL_TAGS
 
 
 class ToolCallParser:
