@@ -63,14 +63,18 @@ def parse_call(text: str) -> Json | None:
     try:
         value = json.loads(text)
         name, arguments = value["name"], value.get("arguments", value.get("parameters", {}))
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            return None
+        name.encode()
+        # Python also reads NaN and half of a surrogate pair, which no answer can hold.
+        written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        written.encode()
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     return {
         "id": f"call_{uuid.uuid4().hex[:24]}",
         "type": "function",
-        "function": {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)},
+        "function": {"name": name, "arguments": written},
     }
 
 
