@@ -5,7 +5,8 @@ TrainerError
 │   ├── Unsupported    a setting or feature we do not have, by name
 │   └── TooLong        the prompt and its answer do not fit the context
 ├── NotFound           no such step, checkpoint or response (404)
-│   └── UnknownModel   no such model
+│   ├── UnknownModel   no such model
+│   └── UnknownThread  no such conversation of Anthropic's API
 ├── Conflict           it would clash with what is being served (409)
 ├── ModelError         the base model cannot be loaded
 ├── CheckpointError    a checkpoint is damaged or does not belong here
@@ -65,6 +66,10 @@ class NotFound(TrainerError):
 
 class UnknownModel(NotFound):
     code = "model_not_found"  # OpenAI's
+
+
+class UnknownThread(NotFound):
+    code = "thread_not_found"  # Anthropic's; its client then sends the whole conversation
 
 
 class Conflict(TrainerError):

@@ -1,6 +1,7 @@
 """Workers with a fake engine: nothing is sampled before the start, and a death is retried."""
 
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -103,3 +104,34 @@ async def test_a_chat_is_recorded_in_the_ledger_and_in_its_rollout(backend: Back
     assert entry and entry.id == choice["choice_id"] and not entry.constrained
     assert entry.rollout == "r" and entry.prompt_ids == answer["prompt_token_ids"]
     assert "art_completions_total 2" in metrics and "art_sampled_tokens_total 4" in metrics
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_thread_of_anthropics_api_is_continued(backend: Backend, stream: bool) -> None:
+    app = httpx.ASGITransport(create_app(backend.config, backend))
+    first = {"role": "user", "content": "q"}
+    second = {"role": "user", "content": "r"}
+    request: dict[str, Any] = {"model": "b", "max_tokens": 5, "stream": stream}
+    async with httpx.AsyncClient(transport=app, base_url="http://127.0.0.1") as client:
+
+        async def send(**fields: Any) -> httpx.Response:
+            return await client.post("/rollouts/r/v1/messages", json={**request, **fields})
+
+        created = await send(system="s", messages=[first], thread={"type": "create"})
+        (answer_id,) = set(re.findall(r"msg_\w+", created.text))
+        thread = {"type": "continue", "previous_message_id": answer_id}
+        await send(messages=[second], thread=thread)
+        repeated = await send(messages=[second], thread=thread, system="s")
+        unknown = await send(messages=[second], thread={**thread, "previous_message_id": "msg_1"})
+        odd = await send(messages=[second], thread={"type": "fork"})
+        rollout = (await client.get("/rollouts/r")).json()
+    assert rollout["completions"][1]["messages"] == [
+        {"role": "system", "content": "s"},
+        first,
+        {"role": "assistant", "content": "ab"},
+        second,
+    ]
+    assert len(rollout["completions"]) == 2
+    assert (unknown.status_code, repeated.status_code, odd.status_code) == (404, 400, 400)
+    assert unknown.json()["error"]["details"] == {"error_code": "thread_not_found"}
+    assert "`system`" in repeated.text and "fork" in odd.text

@@ -45,6 +45,7 @@ class Backend:
         self.ledger = Ledger(state / "ledger.db")
         self.rollouts = Rollouts(state / "rollouts.db")
         self.responses = ResponseStore(state / "responses.db")
+        self.threads = ResponseStore(state / "threads.db")
         self.reports = Reports(config)
         self.workers = Workers(config, wrap_engine)
         self.admission = Admission(self.workers, self.ledger, self.reports)
@@ -90,6 +91,7 @@ class Backend:
         self.ledger.close()
         self.rollouts.close()
         self.responses.close()
+        self.threads.close()
 
     # Models
 

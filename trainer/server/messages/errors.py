@@ -6,6 +6,7 @@ import re
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kit.types import Json
+from trainer.errors import UnknownThread
 
 _ROUTE = re.compile(r".*/v1/messages(/count_tokens)?/?")
 TYPES = {
@@ -72,8 +73,11 @@ def _rewritten(status: int, body: bytes) -> bytes:
     """The body of an error in Anthropic's shape, with its message and hint in one text."""
     try:
         error = json.loads(body)["error"]
-        sentences = [error["message"], error.get("hint")]
+        sentences, code = [error["message"], error.get("hint")], error.get("code")
     except (ValueError, KeyError, TypeError):
-        sentences = [body.decode(errors="replace")]
+        sentences, code = [body.decode(errors="replace")], None
     message = ". ".join(sentence.rstrip(".") for sentence in sentences if sentence)
-    return json.dumps(error_body(status, message)).encode()
+    rewritten = error_body(status, message)
+    if code == UnknownThread.code:
+        rewritten["error"]["details"] = {"error_code": code}
+    return json.dumps(rewritten).encode()

@@ -8,9 +8,10 @@ import pydantic
 from pydantic import Field
 
 from kit.types import Json
-from trainer.errors import BadRequest, Unsupported
+from trainer.errors import BadRequest, NotFound, UnknownThread, Unsupported
 from trainer.server.chat.request import ChatRequest
 from trainer.server.chat.translate import chat_request, check_extra
+from trainer.server.responses.store import ResponseStore
 
 # Default values that clients send unprompted. Any other value is refused by its key.
 _NEUTRAL: Json = {"mcp_servers": []}
@@ -102,6 +103,43 @@ class MessagesRequest(CountRequest):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
+    thread: Json | None = None
+    """Whether to keep the conversation under the answer's id, or which one to continue."""
+
+    def continued(self, threads: ResponseStore) -> "MessagesRequest":
+        """The request with the messages, system prompt and tools of the thread it continues."""
+        match self.thread:
+            case None | {"type": "create"}:
+                return self
+            case {"type": "continue", "previous_message_id": str(previous)}:
+                if self.system or self.tools:
+                    raise BadRequest(
+                        "A request that continues a thread has `system` or `tools`",
+                        hint="Leave them out: they are those of the thread",
+                        param="thread",
+                    )
+                try:
+                    start = CountRequest.model_validate(threads.get(previous)["request"])
+                except NotFound as error:
+                    raise UnknownThread(
+                        f"There is no thread with the message `{previous}`",
+                        hint="Send all messages, with `thread` of type `create`",
+                    ) from error
+                earlier = {"system": start.system, "tools": start.tools}
+                messages = [*start.messages, *self.messages]
+                return self.model_copy(update={**earlier, "messages": messages})
+        raise BadRequest(
+            f"`thread` is `{self.thread}`",
+            hint='Send `{"type": "create"}`, or `continue` with a `previous_message_id`',
+            param="thread",
+        )
+
+    def keep(self, threads: ResponseStore, answer: Json) -> None:
+        """Store the conversation under the id of its answer, if `thread` requests it."""
+        if self.thread is not None:
+            kept = self.model_dump(include={"model", "messages", "system", "tools"})
+            kept["messages"].append({"role": "assistant", "content": answer["content"]})
+            threads.put({"id": answer["id"], "output": [], "request": kept}, [])
 
     def as_chat(self) -> ChatRequest:
         return self.chat(

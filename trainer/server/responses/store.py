@@ -1,5 +1,7 @@
 """Stored responses, which `previous_response_id` and item references continue. SQLite, WAL mode.
 
+Threads of Anthropic's API are kept in the same way, in a file of their own.
+
 The newest ones are kept, up to `KEPT` responses and `KEPT_BYTES` of their conversations, and they
 survive a restart of the server.
 """

@@ -18,6 +18,7 @@ def routes(backend: Backend) -> APIRouter:
 
     @router.post("/v1/messages")
     async def create(body: MessagesRequest, request: Request) -> Response:
+        body = body.continued(backend.threads)
         exchange = await Exchange.start(backend, request, body.as_chat())
 
         def stop_sequence(token_ids: list[int]) -> str | None:
@@ -28,13 +29,20 @@ def routes(backend: Backend) -> APIRouter:
             return min(((place, stop) for place, stop in found if place >= 0), default=(0, None))[1]
 
         answer = MessageAnswer(body.model, stop_sequence)
+
+        def finish() -> Json:
+            """Keep the thread before the last event, so that a client may continue it."""
+            usage = exchange.answer.usage()
+            body.keep(backend.threads, answer.whole(usage))
+            return usage
+
         if body.stream:
             chunks = exchange.chunks()
-            stream = events(answer, chunks, exchange.prompt_tokens, exchange.answer.usage)
+            stream = events(answer, chunks, exchange.prompt_tokens, finish)
             return ClosingStream(stream, chunks, exchange.deltas, headers=exchange.headers)
         list(answer.add(exchange.answer.whole()))
         list(answer.end())
-        return JSONResponse(answer.whole(exchange.answer.usage()), headers=exchange.headers)
+        return JSONResponse(answer.whole(finish()), headers=exchange.headers)
 
     @router.post("/v1/messages/count_tokens")
     async def count(body: CountRequest) -> Json:
