@@ -218,6 +218,13 @@ def test_the_form_of_an_answer_becomes_a_constraint(
     assert (constraint.kind if constraint else None) == kind
 
 
+def test_the_schema_of_a_json_object_counts(tokenizer: Tokenizer) -> None:
+    constraint = sample(
+        tokenizer, response_format={"type": "json_object", "schema": SCHEMA}
+    ).constraint
+    assert constraint and json.loads(constraint.value)["required"] == ["x"]
+
+
 def test_a_grammar_in_the_form_of_llama_cpp_is_translated(tokenizer: Tokenizer) -> None:
     constraint = sample(tokenizer, guided_grammar='root ::= "x" [0-9]+').constraint
     assert constraint and "start:" in constraint.value and "::=" not in constraint.value

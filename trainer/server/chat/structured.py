@@ -49,6 +49,8 @@ def _schema(response_format: Json) -> Json | None:
     match response_format:
         case {"type": "text"}:
             return None
+        case {"type": "json_object", "schema": dict(schema)}:  # of Together and llama.cpp
+            return _with_style(schema, strict=False)
         case {"type": "json_object"}:
             return _with_style({"type": "object"}, strict=True)
         case {"type": "json_schema", "json_schema": {"schema": dict(schema), **rest}}:
