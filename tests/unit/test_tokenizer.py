@@ -161,3 +161,15 @@ def test_calls_in_openais_older_form_are_rendered_too(directory: Path) -> None:
     old = [{"role": "assistant", "function_call": call}, {"role": "function", **result}]
     new = [{"role": "assistant", "tool_calls": [{"function": call}]}, {"role": "tool", **result}]
     assert Tokenizer(directory).render([USER, *old]) == Tokenizer(directory).render([USER, *new])
+
+
+def test_clients_write_the_same_message_in_several_ways(directory: Path) -> None:
+    tokenizer = Tokenizer(directory)
+    plain, parts = {"role": "user", "content": "ab"}, {"role": "user", "content": ["a", "b"]}
+    assert tokenizer.render([parts]) == tokenizer.render([plain])
+    # Streams of OpenAI's leave the arguments of a function without parameters empty.
+    empty, none = (
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": text}}]}
+        for text in ("", "{}")
+    )
+    assert tokenizer.render([plain, empty]) == tokenizer.render([plain, none])

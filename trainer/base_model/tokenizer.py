@@ -217,7 +217,9 @@ def normalise(message: Message) -> dict[str, Any]:
     return result
 
 
-def _text(part: Mapping[str, Any]) -> str:
+def _text(part: Mapping[str, Any] | str) -> str:
+    if isinstance(part, str):  # LangChain's lists may hold plain texts
+        return part
     if part.get("type") not in ("text", "refusal"):
         raise Unsupported(
             f"Message content of type `{part.get('type')}` is not supported",
@@ -231,7 +233,7 @@ def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(function.get("arguments"), str):
         # Arguments that are not JSON reach the template as the model wrote them.
         with contextlib.suppress(ValueError):
-            function["arguments"] = json.loads(function["arguments"])
+            function["arguments"] = json.loads(function["arguments"] or "{}")
     return {**call, "function": function}
 
 
