@@ -1,12 +1,16 @@
 """The grammar of answers that call tools, as llguidance reads it."""
 
 import json
+import re
 from typing import Any
 
 import llguidance
 import pytest
 
 from trainer.base_model.resolve import resolve
+from trainer.engines.constraints import check
+from trainer.engines.engine import Constraint
+from trainer.errors import BadRequest
 from trainer.server.chat.tool_grammar import tool_grammar
 from trainer.server.chat.tools import tool_use
 
@@ -94,3 +98,25 @@ def test_a_format_that_nobody_knows_has_no_effect() -> None:
     function = {"name": "f", "parameters": schema, "strict": True}
     use = tool_use([{"type": "function", "function": function}], "required", None)
     assert matches(tool_grammar(use), call("f", a="x"))
+
+
+def test_schemas_of_google_and_pydantic_are_read() -> None:
+    decimal = {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}
+    schema = {"type": "OBJECT", "properties": {"a": decimal}, "required": ["a"]}
+    function = {"name": "f", "parameters": schema, "strict": True}
+    grammar = tool_grammar(tool_use([{"type": "function", "function": function}], "required", None))
+    for number in ("1", "-0.5", "+12.", ".5", "007"):
+        assert re.match(decimal["pattern"], number) and matches(grammar, call("f", a=number))
+    for other in ("", "-", ".", "+.", "1.2.3", "x"):
+        assert not re.match(decimal["pattern"], other)
+        assert not matches(grammar, call("f", a=other))
+
+
+@pytest.mark.parametrize(
+    "keyword", [{"not": {}}, {"oneOf": [{"type": "string"}, {"minLength": 1}]}]
+)
+def test_a_keyword_that_a_strict_schema_cannot_have_is_explained(keyword: Any) -> None:
+    schema = {"properties": {"a": keyword}, "x-guidance": {"lenient": False}}
+    with pytest.raises(BadRequest, match="cannot be used") as refusal:
+        check(Constraint("json_schema", json.dumps(schema)))
+    assert "`strict: false`" in refusal.value.hint

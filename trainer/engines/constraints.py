@@ -32,6 +32,10 @@ FORMATS = {
     "uuid",
     "uri",
 }
+# Pydantic's pattern of a Decimal has a look-ahead, which llguidance refuses; this is the same one.
+SAME_PATTERNS = {
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(\d+\.?\d*|\.\d+)$",
+}
 KEPT = 64  # compiled constraints; a run repeats a few
 # Keywords that hold a schema or a list of schemas, and those that hold schemas by name.
 NESTED = {"items", "prefixItems", "additionalProperties", "contains", "allOf", "anyOf", "oneOf"}
@@ -126,7 +130,10 @@ def _parse(constraint: Constraint) -> Any:
 
 
 def without_unknown_formats(schema: Any) -> Any:
-    """Return a copy of a schema without the formats that llguidance does not know."""
+    """Return a copy of a schema without the formats that llguidance does not know.
+
+    Types and patterns are written as the library reads them.
+    """
     if isinstance(schema, list):
         return [without_unknown_formats(one) for one in schema]
     if not isinstance(schema, dict):
@@ -135,6 +142,10 @@ def without_unknown_formats(schema: Any) -> Any:
     for key, value in schema.items():
         if key == "format" and isinstance(value, str) and value not in FORMATS:
             continue
+        if key == "type" and isinstance(value, str):
+            value = value.lower()  # Google's types are in capitals
+        elif key == "pattern" and isinstance(value, str):
+            value = SAME_PATTERNS.get(value, value)
         if key in NESTED:
             value = without_unknown_formats(value)
         elif key in NAMED and isinstance(value, dict):
@@ -152,7 +163,9 @@ def _unusable(constraint: Constraint, reason: str) -> BadRequest:
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     # A regular expression's error says what is wrong in the line that starts with `error:`.
     told = next((line[7:] for line in lines if line.startswith("error: ")), lines[0])
+    hint = "Simplify it; docs/concepts.md says how structured output works"
+    if "Unimplemented keys" in told or "coerce_one_of" in told:
+        hint = "Remove the keyword, or send `strict: false`, which skips it"
     return BadRequest(
-        f"The {kind.get(constraint.kind, constraint.kind)} cannot be used: {told}",
-        hint="Simplify it; docs/concepts.md says how structured output works",
+        f"The {kind.get(constraint.kind, constraint.kind)} cannot be used: {told}", hint=hint
     )
