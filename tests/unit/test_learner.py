@@ -194,9 +194,19 @@ def test_a_trajectory_that_cannot_be_trained_on_is_dropped_with_its_reason(tmp_p
         "no_trainable_tokens", "no_logprobs", "too_long",
     ]  # fmt: skip
     assert [drop["trajectory"] for drop in last["dropped"]] == [0, 1, 2]
+    names = ("exact_prompts", "rendered_prompts", "choices_without_logprobs")
+    assert [row[f"data/{name}"] for name in names] == [0, 0, 1]
     assert row["data/step_num_groups_trainable"] == 0
     allowed = train(learner(), tmp_path, [group], allow_training_without_logprobs=True)
     assert allowed[0]["data/step_num_groups_trainable"] == 1
+
+
+def test_a_choice_that_is_left_out_of_a_trained_trajectory_is_counted(tmp_path: Path) -> None:
+    given = groups(0)
+    items = given[0]["trajectories"][0]["messages_and_choices"]
+    items += [items[0], {**items[1], "logprobs": None}]
+    row, last = train(learner(), tmp_path, given)
+    assert row["data/choices_without_logprobs"] == 1 and not last["dropped"]
 
 
 def test_a_step_says_how_many_prompts_were_exact_and_how_many_choices_constrained(

@@ -165,7 +165,8 @@ def test_logprobs_of_other_tokens_are_not_used(tokenizer: Tokenizer) -> None:
     given = choice("yes")
     given["logprobs"] = {"content": [{"token": "yes", "logprob": -0.5}]}
     tokenized = tokenize_trajectory(tokenizer, trajectory(USER, given))
-    assert tokenized.sequences == [] and tokenized.without_logprobs == 1
+    assert tokenized.sequences == [] and tokenized.choices_without_logprobs == 1
+    assert tokenized.retokenized == 0
     allowed = tokenize_trajectory(tokenizer, trajectory(USER, given), allow_without_logprobs=True)
     assert chosen(tokenizer, allowed) == [["yes<|im_end|>"]]
     assert all(math.isnan(logprob) for logprob in allowed.sequences[0].logprobs)
@@ -175,7 +176,7 @@ def test_a_choice_without_logprobs_is_skipped_unless_allowed(tokenizer: Tokenize
     given = trajectory(USER, choice("yes"), USER, choice("no", [*b"no", END]))
     tokenized = tokenize_trajectory(tokenizer, given)
     assert chosen(tokenizer, tokenized) == [["no<|im_end|>"]]
-    assert tokenized.without_logprobs == 1
+    assert tokenized.choices_without_logprobs == 1
     allowed = tokenize_trajectory(tokenizer, given, allow_without_logprobs=True)
     assert chosen(tokenizer, allowed) == [["yes<|im_end|>", "no<|im_end|>"]]
 

@@ -60,8 +60,9 @@ def prepare(
                 allow_without_logprobs=config.allow_training_without_logprobs,
             )
             _check_ids(tokenized, vocabulary)
-            counts.update(tokenized.counts())
-            if reason := _reason_to_drop(tokenized, limit):
+            reason = _reason_to_drop(tokenized, limit)
+            counts.update(tokenized.counts(dropped=reason is not None))
+            if reason:
                 result.drop(reason, index, trajectory=number)
             elif advantage or config.kl_penalty_coef or config.kimi_k2_tau:
                 result.samples += _samples(tokenized, advantage, index, len(result.samples))
@@ -87,7 +88,10 @@ def prepare(
 
 def _about_choices(counts: Mapping[str, int]) -> Metrics:
     """How many trained choices are exact and how many are not, and those that were left out."""
-    names = ("retokenized", "exact_prompts", "rendered_prompts", "ambiguous_choices")
+    names = (
+        *("retokenized", "exact_prompts", "rendered_prompts"),
+        *("ambiguous_choices", "choices_without_logprobs"),
+    )
     trained = counts.get("exact_prompts", 0) + counts.get("rendered_prompts", 0)
     return {
         **{f"data/{name}": float(counts.get(name, 0)) for name in names},
@@ -118,7 +122,7 @@ def _reason_to_drop(tokenized: Tokenized, limit: int) -> str | None:
     if not tokenized.chosen:
         if tokenized.ambiguous_choices:
             return "ambiguous"
-        return "no_logprobs" if tokenized.without_logprobs else "no_trainable_tokens"
+        return "no_logprobs" if tokenized.choices_without_logprobs else "no_trainable_tokens"
     if any(len(sequence.ids) > limit for sequence in tokenized.sequences):
         return "too_long"
     return None

@@ -47,13 +47,17 @@ class Tokenized:
     """Trained choices whose prompt was rendered again: the other ones."""
     constrained: int = 0
     """Trained choices whose text a request limited, e.g. to a JSON schema."""
-    without_logprobs: int = 0
+    choices_without_logprobs: int = 0
+    """Choices that are not trained because the probabilities of their tokens are unknown."""
     ambiguous_choices: int = 0
     """Choices that could have been sampled from several prompts, which are not trained."""
 
-    def counts(self) -> dict[str, int]:
-        """Every count by its name."""
-        return {name: value for name, value in vars(self).items() if name != "sequences"}
+    def counts(self, *, dropped: bool = False) -> dict[str, int]:
+        """Every count by its name; of a trajectory that is dropped, only choices left out."""
+        names = vars(self).keys() - {"sequences"}
+        if dropped:
+            names = {"choices_without_logprobs", "ambiguous_choices"}
+        return {name: getattr(self, name) for name in names}
 
     @property
     def chosen(self) -> int:
@@ -105,7 +109,7 @@ class _History:
                 continue
             choice = read_choice(item)
             if not choice.logprobs and not self.allow:
-                self.result.without_logprobs += 1
+                self.result.choices_without_logprobs += 1
                 continue
             self._add(index, choice)
 
@@ -115,15 +119,15 @@ class _History:
         logprobs = choice.logprobs
         if completion is None:
             completion = self._retokenize(index)
-            self.result.retokenized += 1
             if len(completion) != len(logprobs):
                 # The engine's tokens differ from ours, so its logprobs belong to none of ours.
                 if logprobs and not self.allow:
-                    self.result.without_logprobs += 1
+                    self.result.choices_without_logprobs += 1
                     return
                 logprobs = []
         if not completion:
             return
+        self.result.retokenized += choice.completion is None
         self.result.exact_prompts += choice.prompt is not None
         self.result.rendered_prompts += choice.prompt is None
         self.result.constrained += choice.constrained
