@@ -11,6 +11,7 @@ from trainer.base_model.resolve import resolve
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.config import LoraConfig, SftConfig
 from trainer.errors import BadRequest
+from trainer.exact_tokens import ExactTokens
 from trainer.learner.learner import Learner
 from trainer.learner.sft import prepare_sft
 
@@ -29,7 +30,9 @@ def groups(*talks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def test_only_assistant_messages_and_their_ends_of_turn_are_trained() -> None:
     tokenizer = Tokenizer(resolve("tiny-random"))
-    prepared, batches = prepare_sft(tokenizer, groups(TALK), SftConfig(), limit=1000)
+    prepared, batches = prepare_sft(
+        tokenizer, groups(TALK), SftConfig(), limit=1000, vocabulary=260
+    )
     [[sample]] = batches
     trained = [token for token, chosen in zip(sample.ids, sample.mask, strict=True) if chosen]
     assert tokenizer.decode(trained) == "Hello<|im_end|>Bye<|im_end|>"
@@ -40,17 +43,40 @@ def test_only_assistant_messages_and_their_ends_of_turn_are_trained() -> None:
 def test_only_the_last_turn_is_trained_if_it_is_the_assistants() -> None:
     tokenizer = Tokenizer(resolve("tiny-random"))
     config = SftConfig(assistant_turns="last")
-    _, [[sample]] = prepare_sft(tokenizer, groups(TALK), config, limit=1000)
+    _, [[sample]] = prepare_sft(tokenizer, groups(TALK), config, limit=1000, vocabulary=260)
     trained = [token for token, chosen in zip(sample.ids, sample.mask, strict=True) if chosen]
     assert tokenizer.decode(trained) == "Bye<|im_end|>"
     with pytest.raises(BadRequest, match="Trajectory `1` ends with a `user` message"):
-        prepare_sft(tokenizer, groups(TALK, TALK[:4]), config, limit=1000)
+        prepare_sft(tokenizer, groups(TALK, TALK[:4]), config, limit=1000, vocabulary=260)
+
+
+def test_a_last_choice_is_trained_with_the_tokens_that_were_sampled() -> None:
+    """A recorded answer of the Responses API has no text here, only exact tokens."""
+    tokenizer = Tokenizer(resolve("tiny-random"))
+    choice = {"finish_reason": "stop", "message": {"role": "assistant", "content": ""}}
+    ExactTokens([1, 2, 3], [*b"yes", 258], [-0.5] * 4).put(choice)
+    config = SftConfig(assistant_turns="last")
+    _, [[sample]] = prepare_sft(tokenizer, groups([choice]), config, limit=1000, vocabulary=260)
+    assert sample.ids == [1, 2, 3, *b"yes", 258]
+    assert sample.mask == [False] * 3 + [True] * 4
+
+
+def test_a_token_that_the_model_does_not_have_is_rejected() -> None:
+    tokenizer = Tokenizer(resolve("tiny-random"))
+    token = {"token": "token_id:260", "logprob": -0.5}
+    message = {"role": "assistant", "content": "yes"}
+    choice = {"finish_reason": "stop", "message": message, "logprobs": {"content": [token]}}
+    with pytest.raises(BadRequest, match="token id `260`, and the model has `260` tokens"):
+        given = groups([TALK[1], choice])
+        prepare_sft(tokenizer, given, SftConfig(), limit=1000, vocabulary=260)
 
 
 def test_trajectories_without_assistant_messages_or_too_long_are_dropped_and_counted() -> None:
     tokenizer = Tokenizer(resolve("tiny-random"))
     talks = [TALK, TALK[:2], [*TALK, {"role": "assistant", "content": "x" * 500}], TALK, TALK]
-    prepared, batches = prepare_sft(tokenizer, groups(*talks), SftConfig(), limit=300)
+    prepared, batches = prepare_sft(
+        tokenizer, groups(*talks), SftConfig(), limit=300, vocabulary=260
+    )
     assert [len(batch) for batch in batches] == [2, 1]
     assert prepared.metrics["data/dropped_no_trainable_tokens"] == 1
     assert prepared.metrics["data/dropped_too_long"] == 1
@@ -60,7 +86,7 @@ def test_too_few_learning_rates_are_rejected() -> None:
     tokenizer = Tokenizer(resolve("tiny-random"))
     config = SftConfig(learning_rate=(1e-3,), batch_size=1)
     with pytest.raises(BadRequest, match="`2` gradient steps"):
-        prepare_sft(tokenizer, groups(TALK, TALK), config, limit=1000)
+        prepare_sft(tokenizer, groups(TALK, TALK), config, limit=1000, vocabulary=260)
 
 
 def test_the_loss_is_the_mean_cross_entropy_and_falls(tmp_path: Path) -> None:

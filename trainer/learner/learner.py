@@ -176,7 +176,11 @@ class Learner:
         """Take supervised gradient steps, in the order of the trajectories."""
         assert self.state is not None
         prepared, batches = prepare_sft(
-            self.tokenizer, groups, config, limit=self._limit(config.max_seq_length)
+            self.tokenizer,
+            groups,
+            config,
+            limit=self._limit(config.max_seq_length),
+            vocabulary=self.state.policy.architecture.vocab_size,
         )
         if not batches:
             logger.warning("step %s trains on nothing: no assistant messages", step + 1)

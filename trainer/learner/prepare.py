@@ -59,7 +59,7 @@ def prepare(
                 member,
                 allow_without_logprobs=config.allow_training_without_logprobs,
             )
-            _check_ids(tokenized, vocabulary)
+            check_ids(tokenized, vocabulary)
             reason = _reason_to_drop(tokenized, limit)
             counts.update(tokenized.counts(dropped=reason is not None))
             if reason:
@@ -108,7 +108,8 @@ def group_advantages(rewards: Sequence[float], *, scale: bool) -> list[float] | 
     return [(reward - mean) / divisor for reward in rewards]
 
 
-def _check_ids(tokenized: Tokenized, vocabulary: int) -> None:
+def check_ids(tokenized: Tokenized, vocabulary: int) -> None:
+    """Raise BadRequest for tokens that the model does not have."""
     for sequence in tokenized.sequences:
         for token in (min(sequence.ids), max(sequence.ids)):
             if not 0 <= token < vocabulary:

@@ -15,21 +15,28 @@ from trainer.base_model.tokenizer import Tokenizer
 from trainer.config import GrpoConfig, SftConfig
 from trainer.errors import BadRequest
 from trainer.learner.pack import Sample
-from trainer.learner.prepare import Prepared
-from trainer.learner.tokenize import tokenize_trajectory
+from trainer.learner.prepare import Prepared, check_ids
+from trainer.learner.tokenize import Tokenized, tokenize_trajectory
 
 SUPERVISED = GrpoConfig(allow_training_without_logprobs=True, max_grad_norm=1.0)
 
 
 def prepare_sft(
-    tokenizer: Tokenizer, groups: Sequence[Mapping[str, Any]], config: SftConfig, *, limit: int
+    tokenizer: Tokenizer,
+    groups: Sequence[Mapping[str, Any]],
+    config: SftConfig,
+    *,
+    limit: int,
+    vocabulary: int,
 ) -> tuple[Prepared, list[list[Sample]]]:
     """Return the metrics, and the samples of each gradient step."""
     prepared = Prepared()
     trajectories = [member for group in groups for member in group.get("trajectories") or []]
     kept: list[list[Sample]] = []
     for number, trajectory in enumerate(trajectories):
-        samples = _samples(tokenizer, trajectory, number, config.assistant_turns == "last")
+        tokenized = _tokenized(tokenizer, trajectory, number, config.assistant_turns == "last")
+        check_ids(tokenized, vocabulary)
+        samples = _samples(tokenized, number)
         if not samples:
             prepared.drop("no_trainable_tokens", 0, trajectory=number)
         elif any(len(sample.ids) > limit for sample in samples):
@@ -59,14 +66,17 @@ def prepare_sft(
     return prepared, batches
 
 
-def _samples(
+def _tokenized(
     tokenizer: Tokenizer, trajectory: Mapping[str, Any], number: int, only_last: bool
-) -> list[Sample]:
+) -> Tokenized:
     histories = [trajectory, *(trajectory.get("additional_histories") or [])]
     convert = partial(_last_as_choice, number=number) if only_last else _as_choices
     converted = [{**history, "messages_and_choices": convert(history)} for history in histories]
     whole = {**converted[0], "additional_histories": converted[1:]}
-    tokenized = tokenize_trajectory(tokenizer, whole, allow_without_logprobs=True)
+    return tokenize_trajectory(tokenizer, whole, allow_without_logprobs=True)
+
+
+def _samples(tokenized: Tokenized, number: int) -> list[Sample]:
     return [
         Sample(
             ids=sequence.ids,
@@ -93,10 +103,12 @@ def _as_choices(history: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 def _last_as_choice(history: Mapping[str, Any], number: int) -> list[Mapping[str, Any]]:
     """The messages, with only the last one as a choice."""
-    items = [item.get("message") or item for item in history.get("messages_and_choices") or []]
-    if items and items[-1].get("role") != "assistant":
+    items = history.get("messages_and_choices") or []
+    messages = [item.get("message") or item for item in items]
+    if messages and messages[-1].get("role") != "assistant":
         raise BadRequest(
-            f"Trajectory `{number}` ends with a `{items[-1].get('role')}` message",
+            f"Trajectory `{number}` ends with a `{messages[-1].get('role')}` message",
             hint="With `assistant_turns: last` the last message must be the assistant's",
         )
-    return [*items[:-1], *_as_choices({"messages_and_choices": items[-1:]})]
+    # A choice stays one: its message may say less than its tokens.
+    return [*messages[:-1], *_as_choices({"messages_and_choices": items[-1:]})]
