@@ -1,6 +1,6 @@
 """A step is a transaction: a failed step leaves nothing behind, a served step is never lost."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +8,14 @@ import pytest
 
 from trainer import checkpoint
 from trainer.config import LoraConfig, ServerConfig
-from trainer.errors import DiskFull, OutOfMemory, TrainerError
+from trainer.errors import DiskFull, NotFound, OutOfMemory, TrainerError
 from trainer.learner.process import LearnerProcess
 from trainer.server.admission import Admission
 from trainer.server.journal import JournaledRequest
-from trainer.server.ledger import Ledger
-from trainer.server.models import Model
+from trainer.server.ledger import Entry, Ledger
+from trainer.server.models import Model, Models
 from trainer.server.reports import Reports
+from trainer.server.storage import Storage
 from trainer.server.training import Training
 from trainer.server.workers import Workers
 
@@ -86,7 +87,8 @@ class Steps:
         self.workers = FakeWorkers()
         self.learner = self.workers.learner
         reports = Reports(ServerConfig(state_dir=str(directory)))
-        self.admission = Admission(self.workers, Ledger(directory / "l.db"), reports)
+        self.ledger = Ledger(directory / "l.db")
+        self.admission = Admission(self.workers, self.ledger, reports)
 
     def train(self, number: int) -> Training:
         groups = [{"number": number}]
@@ -120,6 +122,48 @@ async def test_a_request_stays_until_it_is_delivered_and_its_checkpoint_synced(
     steps.model.journal.delivered(1)
     assert steps.model.unfinished() is None
     await steps.admission.stop()
+
+
+async def test_a_leased_step_is_kept_and_one_that_is_being_deleted_cannot_be_leased(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(tmp_path)
+    for number in (1, 2, 3):
+        training = steps.train(number)
+        await training.wait()
+        await training.synced()
+    storage = Storage(Models(tmp_path), steps.workers, steps.admission)
+    storage.lease(steps.model, 1, "lease")
+    delete = checkpoint.delete
+
+    def delete_while_another_client_asks(checkpoints: Path, keep: Collection[int]) -> list[int]:
+        with pytest.raises(NotFound, match="no checkpoint of step `2`"):
+            storage.lease(steps.model, 2, "late")
+        return delete(checkpoints, keep)
+
+    monkeypatch.setattr(checkpoint, "delete", delete_while_another_client_asks)
+    assert await storage.keep(steps.model, []) == [2]
+    assert sorted(steps.model.steps) == [1, 3] == checkpoint.list_steps(steps.model.checkpoints)
+    await steps.admission.stop()
+
+
+async def test_a_deleted_model_leaves_nothing_in_the_ledger(tmp_path: Path) -> None:
+    steps = Steps(tmp_path)
+    for key in (steps.model.key, "p/other"):
+        entry = Entry(
+            model=key,
+            step=40,
+            lora_sha256="",
+            rollout=None,
+            prompt_ids=[1],
+            completion_ids=[2],
+            logprobs=[-0.5],
+            id=key,
+        )
+        steps.ledger.record(entry, "text")
+    await steps.admission.forget(steps.model)
+    assert steps.ledger.with_id(steps.model.key) is None
+    assert steps.ledger.with_id("p/other") is not None
 
 
 async def test_a_failed_sync_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 from collections import defaultdict
 
 from trainer.config import StepConfig
@@ -37,6 +38,11 @@ class Admission:
     def newest(self, model: Model) -> Training | None:
         """The model's newest step since this server started, under way or done."""
         return self._newest.get(model.key)
+
+    async def forget(self, model: Model) -> None:
+        """Forget a deleted model: its newest step, and everything that it sampled."""
+        self._newest.pop(model.key, None)
+        await asyncio.to_thread(self._ledger.forget, model.key, before=sys.maxsize)
 
     async def stop(self) -> None:
         for training in self._newest.values():

@@ -34,9 +34,9 @@ class Storage:
         await self._wait_until_idle(model)
         _forget_ended(model.leases)
         kept = {*steps, *(step for step, _ in model.leases.values()), model.step}
-        deleted = await asyncio.to_thread(checkpoint.delete, model.checkpoints, kept)
-        self._forget(model, deleted)
-        return deleted
+        # First, so that nobody leases a step that is being deleted.
+        self._forget(model, model.steps.keys() - kept)
+        return await asyncio.to_thread(checkpoint.delete, model.checkpoints, kept)
 
     def lease(self, model: Model, step: int, id: str) -> None:
         """Keep the checkpoint of `step` until the lease `id` ends or is released."""
@@ -54,6 +54,7 @@ class Storage:
         self._forget(model, list(model.steps))
         self._models.remove(model)
         await asyncio.to_thread(shutil.rmtree, model.directory, ignore_errors=True)
+        await self._admission.forget(model)
 
     async def fork(self, model: Model, request: ForkRequest) -> None:
         """Start `model` from a checkpoint of another run, at that checkpoint's step."""
