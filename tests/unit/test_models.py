@@ -93,6 +93,17 @@ def test_a_run_stored_under_its_name_is_not_taken_if_it_is_in_use_or_does_not_fi
     assert Models(tmp_path).add(wire("agent", "agent"), LORA).step == 7
 
 
+def test_a_run_that_a_killed_server_served_is_not_taken_before_it_is_restored(
+    tmp_path: Path,
+) -> None:
+    checkpoint_in(tmp_path / "p" / "models" / "agent", 7)
+    served(Models(tmp_path), wire("agent"))
+    restarted = Models(tmp_path)
+    restarted.starting = True
+    assert restarted.add(wire("agent", "new"), LORA).step == 0
+    assert restarted.add(wire("agent"), LORA).step == 7
+
+
 def test_a_step_that_was_interrupted_before_its_run_was_renamed_is_finished(tmp_path: Path) -> None:
     old = tmp_path / "p" / "models" / "agent"
     checkpoint_in(old, 7)

@@ -5,7 +5,7 @@ import json
 import logging
 import re
 import shutil
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -140,13 +140,13 @@ class Models:
         """Whether models of a killed server are still being restored."""
         self.newest: Model | None = None
         """The model that was prepared last; the base model's name stands for it."""
-        self._models: dict[tuple[str, str], Model] = {}
+        self._models: OrderedDict[tuple[str, str], Model] = OrderedDict()
         self._serving = state / "serving.json"
         self._wires: dict[str, Any] = {}
         """The request that prepared each served model, so that the next server can restore it."""
 
     def __iter__(self) -> Iterator[Model]:
-        return iter(self._models.values())
+        return iter(list(self._models.values()))  # a thread may add one meanwhile
 
     def get(self, wire: ModelWire) -> Model:
         try:
@@ -190,7 +190,8 @@ class Models:
             return
         if not steps or not _fits(checkpoint.path_of(old / CHECKPOINTS, steps[-1]), wire, lora):
             return
-        if (wire.project, wire.name) in self._models:
+        restored = self.to_restore() if self.starting else []  # they are in use, too
+        if (wire.project, wire.name) in {*self._models, *((w.project, w.run) for w in restored)}:
             logger.warning(
                 "run `%s` starts anew, because another client uses the run `%s`; to continue that "
                 "one, set `run_name` to its name",
@@ -218,7 +219,7 @@ class Models:
         """Serve the model under the base model's name too, and remember it for a restart."""
         self.newest = model
         key = (model.project, model.name)
-        self._models[key] = self._models.pop(key)  # the last one answers to a shared alias
+        self._models.move_to_end(key)  # the last one answers to a shared alias
         self._wires.pop(model.key, None)
         self._wires[model.key] = wire.model_dump(mode="json", by_alias=True)
         self._remember()
@@ -257,7 +258,7 @@ class Models:
         if self.base_model is None:
             return []
         names = [self.base_model, f"{self.base_model}@base"]
-        for model in self._models.values():
+        for model in self:
             for name in dict.fromkeys((model.name, model.alias)) if model.prepared else ():
                 if name:
                     names += [name, *(f"{name}@{step}" for step in sorted(model.steps))]
