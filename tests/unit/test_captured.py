@@ -120,6 +120,15 @@ def test_what_the_run_did_not_sample_is_refused_by_name(
     assert said in str(error.value) and "art.no_capture()" in str(error.value)
 
 
+def test_empty_lists_of_exchanges_are_no_exchanges() -> None:
+    trajectory = {
+        "exchanges": {"responses": [], "messages": []},
+        "messages_and_choices": [QUESTION],
+    }
+    assert captured.to_histories([{"trajectories": [trajectory]}], supervised=False) == []
+    assert trajectory == {"messages_and_choices": [QUESTION]}
+
+
 def test_supervised_training_takes_the_chats_of_any_model(ledger: Ledger) -> None:
     found = groups(chat_completions=[chat([QUESTION], choice(None, "strange"))])
     captured.check(captured.to_histories(found, supervised=True), ledger, "p/m", TOKENIZER)

@@ -50,8 +50,8 @@ def to_histories(groups: list[Json], *, supervised: bool) -> list[Captured]:
     for number, group in enumerate(groups):
         for index, trajectory in enumerate(group.get("trajectories") or []):
             exchanges = trajectory.pop("exchanges", None)
-            if not exchanges:
-                continue
+            if not exchanges or (isinstance(exchanges, dict) and not any(exchanges.values())):
+                continue  # ART's default is an object of empty lists
             place = f"Trajectory `{index}` of group `{number}`"
             if trajectory.get("messages_and_choices") or trajectory.get("additional_histories"):
                 raise BadRequest(
