@@ -55,12 +55,16 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[tuple[str, str], Run]]:
-    """Start all runs at once, because NAT spends most of the time polling."""
-    pythons = [python_of(f"nat-{version}", "examples/nat") for version, _ in RUNS]
+def runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[tuple[str, str], Run]]:
+    """Start all selected runs at once, because NAT spends most of the time polling."""
+    names = {item.name.partition("[")[2] for item in request.session.items}
+    selected = [run for run in RUNS if f"{'-'.join(run)}]" in names]
+    pythons = [python_of(f"nat-{version}", "examples/nat") for version, _ in selected]
     started: dict[tuple[str, str], Run] = {}
     try:
-        for index, run in enumerate(RUNS):
+        for index, run in enumerate(selected):
             directory = tmp_path_factory.mktemp("nat") / "project"
             nat = pythons[index].with_name("nat")
             started[run] = Run(nat, run[1], f"127.0.0.{10 + index}", directory)
