@@ -9,7 +9,7 @@ from typing import Any
 
 import pydantic
 
-# The script of `tests/contract/test_frameworks.py` answers these questions; others are sampled.
+# The script in `matrix.py` answers these questions; answers to others are sampled.
 HELLO = "Say hello."
 SUM = "What is 2 + 3?"
 CALL_IT = "Call the tool."

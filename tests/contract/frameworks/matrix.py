@@ -1,6 +1,6 @@
-"""The matrix of frameworks: which there are, how they run, and the page of the manual about them.
+"""The matrix of frameworks: which there are, how they run, and their table in the manual.
 
-python -m tests.contract.frameworks.matrix        run all of them and write docs/frameworks.md
+`WRITE_TABLE=1 scripts/test all tests/contract/test_matrix.py` writes the table.
 """
 
 import functools

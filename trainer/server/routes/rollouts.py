@@ -1,7 +1,7 @@
 """Reads back a rollout, which an agent records by using the base URL `/rollouts/ID/v1`.
 
 The base URL is the only change to the agent, whatever its framework. Afterwards `GET /rollouts/ID`
-returns its choices, which make up a trajectory, and the messages that each one answered.
+returns every call with its messages; `trainer.client` turns them into a trajectory.
 """
 
 from fastapi import APIRouter
