@@ -52,7 +52,7 @@ def devices(command: Any) -> Any:
 @click.option("--exit-when-idle", type=float, hidden=True)  # older name of `--idle-minutes`
 @click.option("--max-hours", type=float, metavar="HOURS", help="Exit after this many hours.")
 @click.option("--require-key", is_flag=True, default=None, help="Require the key on loopback too.")
-@click.option("--cors", is_flag=True, default=None, help="Let pages on loopback call it.")
+@click.option("--cors", is_flag=True, default=None, help="Allow browser pages on loopback.")
 @click.option("--config", "config_file", type=Path, metavar="YAML", help="Read settings from YAML.")
 @click.option("--env-file", type=Path, metavar="FILE", help="Read variables from FILE.  [.env]")
 def serve(

@@ -227,7 +227,7 @@ class ServerConfig(Config):
     require_key: bool = False
     """Require the key on loopback too."""
     cors: bool = False
-    """Let browsers call the server from pages on loopback (`http://localhost:3000`)."""
+    """Allow browser pages on loopback (`http://localhost:3000`) to call the server."""
     exit_when_idle: Annotated[float, Env("ART_IDLE_MINUTES")] = Field(0, ge=0)
     """Exit after this many minutes without sampling or training; 0 means never."""
     max_hours: Annotated[float, Env("ART_MAX_HOURS")] = Field(0, ge=0)

@@ -22,7 +22,7 @@ def reward_of(trajectory: Mapping[str, Any], group: int, number: int) -> float:
     if not isinstance(reward, int | float) or not abs(reward) <= LIMIT:
         raise BadRequest(
             f"Trajectory `{number}` of group `{group}` has the reward `{_shown(reward)}`",
-            hint=f"Fix the reward function: a reward is a number of at most {LIMIT:g} in size",
+            hint=f"Fix the reward function: a reward is a number from {-LIMIT:g} to {LIMIT:g}",
         )
     return float(reward)
 

@@ -47,7 +47,7 @@ async def server(apps: dict[bool, httpx.ASGITransport]) -> AsyncIterator[httpx.A
         ("/v1/fine_tuning/jobs", "ART client"),
         ("/rollouts/r/v1/embeddings", "another provider"),
         ("/v1/responses/resp_1/cancel", "`GET /v1/responses/ID`"),
-        ("/v1/messages/batches/b/cancel", "at once"),
+        ("/v1/messages/batches/b/cancel", "concurrently"),
         ("/chat/completions", "must end with `/v1`"),
         ("/v1/v1/chat/completions", "twice"),
         ("/openai/deployments/m/chat/completions", "Azure"),

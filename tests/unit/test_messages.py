@@ -133,7 +133,7 @@ def test_a_faulty_request_is_refused() -> None:
         chat(tools=[{"name": "add"}])
     for content in (3, {"type": "text"}):
         result = {"type": "tool_result", "tool_use_id": "c", "content": content}
-        with pytest.raises(BadRequest, match="is no text"):
+        with pytest.raises(BadRequest, match="is not text"):
             chat(messages=[{"role": "user", "content": [result]}])
     with pytest.raises(BadRequest, match=r"`output_config[.]format`"):
         chat(output_config={"format": "json"})

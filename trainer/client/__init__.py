@@ -1,4 +1,4 @@
-"""What runs beside an agent and talks to `trainer serve`: rollouts, and ART's backend."""
+"""Code that runs beside an agent and talks to `trainer serve`: rollouts, and ART's backend."""
 
 from trainer.client.art_backend import ArtBackend, means
 from trainer.client.rollouts import Rollout, rollout, trajectory

@@ -30,7 +30,7 @@ class Conversation:
     tools: list[Json] | None = None
     items: list[Json] = field(default_factory=list)
     _keys: list[Any] = field(default_factory=list)
-    """What identifies each item."""
+    """Key that identifies each item."""
 
     def add(self, turn: Turn, keys: list[Any]) -> None:
         self.items += turn.messages[len(self.items) :]

@@ -105,7 +105,7 @@ class Rollout:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:  # else the agent's own error goes on
+        if kind is None:  # otherwise the agent's own error is raised
             self.collect()
 
     async def __aenter__(self) -> Self:
@@ -165,7 +165,7 @@ def trajectory(
 ) -> Any:
     """Return a trajectory with every choice sampled under `/rollouts/ROLLOUT_ID/v1`.
 
-    See `Rollout.trajectory`. Of a request with `n` above 1, every choice is included.
+    See `Rollout.trajectory`. If a request has `n` above 1, every choice is included.
     """
     run = Rollout(rollout_id, "", _server(base_url), _key(api_key))
     return run.trajectory(reward, metrics=metrics, metadata=metadata, as_json=as_json)

@@ -29,7 +29,7 @@ class PendingRequest:
     lora: LoadedLora | None  # not its name, which may belong to another LoRA by the time it is used
     unfinished: int
     scores: dict[str, list[Any]] | None = None
-    """What a delta says about the prompt's tokens, once computed."""
+    """The logprobs of the prompt, as fields of a delta, once computed."""
 
     @property
     def prompt(self) -> list[int]:

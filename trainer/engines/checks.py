@@ -54,13 +54,14 @@ def _check_settings(request: SampleRequest, limit: int, vocabulary: int) -> None
         for token in tokens:
             if not 0 <= token < vocabulary:
                 raise BadRequest(
-                    f"`{name}` names the token `{token}`, but the model has {vocabulary}"
+                    f"`{name}` has the token id `{token}`, but the model has only "
+                    f"{vocabulary} tokens"
                 )
     if request.constraint:
         for name in ("min_tokens", "ignore_eos"):
             if getattr(request, name):
                 raise BadRequest(
-                    f"`{name}` cannot be combined with structured output, which decides itself "
+                    f"`{name}` cannot be combined with structured output, which decides "
                     "where the text ends",
                     hint=f"Remove `{name}`, or express the length in the schema or grammar",
                 )

@@ -162,10 +162,10 @@ def _unusable(constraint: Constraint, reason: str) -> BadRequest:
     }
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     # A regular expression's error says what is wrong in the line that starts with `error:`.
-    told = next((line[7:] for line in lines if line.startswith("error: ")), lines[0])
-    hint = "Simplify it; docs/concepts.md says how structured output works"
-    if "Unimplemented keys" in told or "coerce_one_of" in told:
+    message = next((line[7:] for line in lines if line.startswith("error: ")), lines[0])
+    hint = "Simplify it; `docs/concepts.md` explains structured output"
+    if "Unimplemented keys" in message or "coerce_one_of" in message:
         hint = "Remove the keyword, or send `strict: false`, which skips it"
     return BadRequest(
-        f"The {kind.get(constraint.kind, constraint.kind)} cannot be used: {told}", hint=hint
+        f"The {kind.get(constraint.kind, constraint.kind)} cannot be used: {message}", hint=hint
     )

@@ -20,7 +20,7 @@ TopLogprobs = list[list[tuple[int, float]]]
 
 @dataclass(frozen=True)
 class Constraint:
-    """What the text of a choice must match."""
+    """A form that the text of a choice must match."""
 
     kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
     value: str = ""

@@ -166,7 +166,7 @@ class EnvironmentRewardConfig(Config):
 
 
 class MathVerifyConfig(Config):
-    """Scores 1 if the output and the expected answer are equal as mathematics, else 0. Needs the
+    """Scores 1 if the output and the expected answer are mathematically equal, else 0. Needs the
     package `math-verify`."""
 
     type: Literal["math_verify"] = Field(alias="_type")
@@ -177,8 +177,8 @@ class MathVerifyConfig(Config):
 
 
 class InspectScorerConfig(Config):
-    """A scorer of the package `inspect-ai`. Its value is the score, from 0 to 1 for letters such
-    as `C` and `I`."""
+    """A scorer of the package `inspect-ai`. Its value is the score; `C` (correct) counts
+    as 1 and `I` (incorrect) as 0."""
 
     type: Literal["inspect_ai"] = Field(alias="_type")
     scorer: str

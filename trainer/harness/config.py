@@ -253,7 +253,7 @@ def _environment_faults(config: FinetuneConfig) -> list[str]:
     kind = config.workflow.type
     if isinstance(config.workflow, EnvironmentConfig):
         unused = config.eval.general.dataset is not None
-        return [f"`eval.general.dataset` has no use: `{kind}` brings its examples"] * unused
+        return [f"`eval.general.dataset` is not used: `{kind}` brings its examples"] * unused
     return [
         f"`eval.evaluators.{name}` is `environment`, but the workflow is `{kind}`"
         for name, evaluator in config.evaluators.items()

@@ -89,7 +89,7 @@ def _validation(
         return None if file is None else load_examples(dataset, file)
     if file is not None:
         raise ConfigError(
-            "`--validation_dataset` has no use: the environment brings its examples",
+            "`--validation_dataset` is not used: the environment brings its examples",
             hint="Set `workflow.validation_examples` instead",
         )
     assert isinstance(config.workflow, EnvironmentConfig)

@@ -65,7 +65,7 @@ class Completion:
 
 @dataclass
 class Outcome:
-    """What a workflow returns if its evaluator needs more than the output."""
+    """The result of a workflow whose evaluator needs more than the output."""
 
     output: Any
     state: Any
@@ -80,7 +80,7 @@ class WorkflowRun:
     generation: int
     output: Any = None
     state: Any = None
-    """What an environment keeps about the run for its own reward."""
+    """Data of an environment about the run, for its own reward."""
     completions: list[Completion] = field(default_factory=list)
     step_rewards: list[float] = field(default_factory=list)
     """Rewards that the workflow reported with `llm.reward(...)`."""

@@ -20,7 +20,7 @@ from trainer.server.matching import find
 
 KINDS = ("chat_completions", "completions", "responses", "messages")
 _HINT = (
-    "Make other calls inside `art.no_capture()`, or take them out with "
+    "Make other calls inside `art.no_capture()`, or remove them with "
     "`trajectory.model_copy(include_models=...)`"
 )
 

@@ -19,7 +19,7 @@ _TYPES = {
     429: "rate_limit_error",
 }
 _CODES = {401: "invalid_api_key", 413: "request_too_large"}
-_TEXT_ONLY = "Only text is sampled here; send this to the provider that the agent used before"
+_TEXT_ONLY = "Only text is served; give the agent another provider for this"
 _NO_STORAGE = "No files or threads are stored; send the conversation to `/v1/chat/completions`"
 # Routes of other servers that agents try, and what to do instead.
 _UNSERVED = {
@@ -35,17 +35,17 @@ _UNSERVED = {
     "files": _NO_STORAGE,
     "uploads": _NO_STORAGE,
     "vector_stores": _NO_STORAGE,
-    "batches": "Send the requests at once instead; the engine batches them",
+    "batches": "Send the requests concurrently; the engine batches them",
     "fine_tuning": "Train with an ART client or `trainer finetune`",
     "evals": "Evaluate beside the agent; `trainer finetune` has evaluators",
     "complete": "Use `/v1/messages` or `/v1/completions`",
     "rerank": "This server has no reranker; use another provider",
     "score": "This server has no scorer; use another provider",
-    "tokenize": "An answer has the token ids of prompt and completion",
+    "tokenize": "Every answer has the token ids of its prompt and completion",
 }
 _OTHERS = [
     (r"/v1/responses/[^/]+/", "Use `GET /v1/responses/ID`, which returns the response alone"),
-    (r"/v1/messages/batches", "Send the requests at once instead; the engine batches them"),
+    (r"/v1/messages/batches", "Send the requests concurrently; the engine batches them"),
     (r"/v1/v1/", "The base URL ends with `/v1` twice; remove one"),
     (r"/openai/deployments/", "Use the plain OpenAI client in place of Azure's, with a base URL"),
     (r"/api/(chat|generate|tags|show)", "Use the agent's OpenAI provider in place of Ollama's"),
@@ -119,11 +119,11 @@ def add_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def failure(request: Request, fault: Exception) -> JSONResponse:
         message = f"{request.method} `{request.url.path}` failed: {type(fault).__name__}"
-        return error(500, message, "This is a bug of the server; its log has the traceback")
+        return error(500, message, "This is a bug in the server; its log has the traceback")
 
 
 def _alternative(path: str) -> str:
-    """What to do in place of calling a route that does not exist."""
+    """The alternative to a route that does not exist."""
     path = re.sub(r"^/rollouts/[^/]+", "", path)
     name = path.removeprefix("/v1/").partition("/")[0] if path.startswith("/v1/") else ""
     found = _UNSERVED.get(name) or next(

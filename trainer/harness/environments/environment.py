@@ -1,7 +1,4 @@
-"""`Environment`: a task with its own examples and its own reward, which replaces three parts.
-
-It is the workflow, the dataset and the evaluator of a config in one.
-"""
+"""`Environment`: the workflow, the dataset and the evaluator of a config in one."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol

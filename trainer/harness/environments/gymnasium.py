@@ -90,7 +90,7 @@ def _factory(name: str) -> Any:
     except gymnasium.error.Error as exc:
         raise ConfigError(
             f"Gymnasium has no environment `{name}`: {exc}",
-            hint="Import the package that registers it as `module:Class`, or correct the id",
+            hint="Correct the id, or name the class as `module:Class`",
         ) from exc
     return lambda **arguments: gymnasium.make(spec, **arguments)
 

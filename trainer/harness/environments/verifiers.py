@@ -1,7 +1,7 @@
 """Environments of the package `verifiers`, of both its generations.
 
 Up to 0.3 an environment is a module with `load_environment`, which returns a dataset, a rollout and
-a rubric. From 0.2 on it may be a taskset, which 0.4 alone knows: see `verifiers_tasksets`.
+a rubric. From 0.2 on it may also be a taskset, and 0.4 has only these: see `verifiers_tasksets`.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ def load_verifiers(config: VerifiersConfig) -> Environment:
         verifiers: Any = importlib.import_module("verifiers")
     except ImportError as exc:
         raise NotInstalled(
-            f"The workflow `verifiers` needs the package of that name: {exc}",
+            f"The workflow `verifiers` needs the package `verifiers`: {exc}",
             hint="Install it beside the agent with `pip install 'art-cluster[verifiers]'`",
         ) from exc
     directory = str(Path.cwd())
@@ -53,9 +53,9 @@ def load_verifiers(config: VerifiersConfig) -> Environment:
         load = verifiers.load_environment
     except (AttributeError, ImportError):
         raise ConfigError(
-            f"The environment `{config.env}` is one for `verifiers` up to 0.3, and "
+            f"The environment `{config.env}` needs `verifiers` 0.3 or older, but "
             f"`{verifiers.__version__}` is installed",
-            hint="Install an older one with `pip install 'verifiers<0.4'`",
+            hint="Install it with `pip install 'verifiers<0.4'`",
         ) from None
     try:
         return ClassicEnvironment(config, load(config.env, **config.args))
@@ -92,7 +92,8 @@ class ClassicEnvironment:
             id = f"{split}-{row.get('example_id', number)}"
             examples.append(Example(id, row.get("prompt"), row.get("answer"), dict(row)))
         if not examples:
-            raise ConfigError(f"The environment `{config.env}` has no examples to {split} on")
+            purpose = "train" if split == "train" else "validate"
+            raise ConfigError(f"The environment `{config.env}` has no examples to {purpose} on")
         return examples
 
     async def run(self, example: Example, llm: Llm) -> Outcome:

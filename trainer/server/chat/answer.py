@@ -25,7 +25,7 @@ class ChatAnswer:
         self._prompt_ids = prompt_ids
         self._tokenizer = tokenizer
         self.warnings = request.warnings(tokenizer)
-        """What the model does not see of the request, one sentence each."""
+        """Parts of the request that the model does not see, one sentence each."""
         self._step = 0
         self._head: Json = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -81,7 +81,7 @@ class ChatAnswer:
         }
 
     def choices(self) -> list[Delta]:
-        """What was sampled of each choice so far."""
+        """The choices, as far as they are sampled."""
         return [choice for _, choice in sorted(self._choices.items())]
 
     def conversation(self) -> Json:

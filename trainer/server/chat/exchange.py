@@ -44,7 +44,7 @@ class Exchange:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the response: what the model's chat template leaves out."""
+        """Headers of the response: warnings about the model's chat template."""
         warnings = self.answer.warnings
         return {HEADER: "; ".join(warnings)} if warnings else {}
 

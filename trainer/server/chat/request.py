@@ -28,7 +28,7 @@ class ChatRequest(SamplingFields):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    """Logprobs are returned whatever it says."""
+    """Logprobs are always returned."""
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Json] | None = None
     tool_choice: str | Json | None = None
@@ -58,7 +58,7 @@ class ChatRequest(SamplingFields):
         )
 
     def warnings(self, tokenizer: Tokenizer) -> list[str]:
-        """What the model's chat template leaves out of this request, one sentence each."""
+        """Parts of this request that the model's chat template leaves out, one sentence each."""
         return warnings_about(tokenizer, self.messages, self.shown_tools, self.reasoning_effort)
 
     @property

@@ -1,4 +1,4 @@
-"""The fields of a request that say how to sample, which chats and plain completions share."""
+"""The sampling fields of a request, which chats and plain completions share."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any
@@ -108,7 +108,8 @@ def known_ids(field: str, ids: Iterable[Any], tokenizer: Tokenizer) -> tuple[int
     for token in ids:
         if not 0 <= token < tokenizer.vocab_size:
             raise BadRequest(
-                f"`{field}` has the token `{token}`, but the model has {tokenizer.vocab_size}",
+                f"`{field}` has the token id `{token}`, but the model has only "
+                f"{tokenizer.vocab_size} tokens",
                 hint="Use token ids of this model's tokenizer",
                 param=field,
             )

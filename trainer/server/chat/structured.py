@@ -1,4 +1,4 @@
-"""What a request says about the form of its answer, as a constraint for the engine.
+"""Structured output: turns the fields that request it into a constraint for the engine.
 
 `response_format` is OpenAI's. `structured_outputs`, and the older `guided_json` and its siblings,
 are vLLM's.
@@ -80,17 +80,21 @@ def _structured_outputs(fields: Json) -> Constraint | None:
     for name in given.keys() - set(_KINDS) - set(_NEUTRAL_OPTIONS):
         raise Unsupported(
             f"`structured_outputs.{name}` is not supported",
-            hint=f"Use one of {', '.join(f'`{kind}`' for kind in _KINDS)}",
+            hint=f"Use one of {_names()}",
             param=f"structured_outputs.{name}",
         )
     kinds = [kind for kind in _KINDS if kind in given]
     if len(kinds) != 1:
         raise BadRequest(
-            f"`structured_outputs` has {len(kinds)} of {', '.join(_KINDS)}",
-            hint="Send exactly one",
+            f"`structured_outputs` has {len(kinds)} of {_names()}, instead of one",
+            hint="Send exactly one of them",
             param="structured_outputs",
         )
     return _constraint_of(kinds[0], given[kinds[0]])
+
+
+def _names() -> str:
+    return ", ".join(f"`{kind}`" for kind in _KINDS)
 
 
 def _constraint_of(kind: str, value: Any) -> Constraint:
@@ -136,7 +140,7 @@ def _parsed(text: str) -> Json:
         value = None
     if not isinstance(value, dict):
         raise BadRequest(
-            "`structured_outputs.json` is no JSON schema",
+            "`structured_outputs.json` is not a JSON schema",
             hint="Send an object, or an object as a string",
             param="structured_outputs.json",
         )

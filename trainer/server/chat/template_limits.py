@@ -1,7 +1,7 @@
-"""What a model's chat template leaves out of a request, found out by rendering.
+"""Warnings about parts of a request that the model's chat template leaves out.
 
-Many templates ignore tools or past tool calls without an error. The client then gets a warning in
-its answer, and the log has it once.
+Many templates ignore tools or past tool calls without an error. Rendering a probe shows it. The
+client then gets a warning in its answer, and the log has it once.
 """
 
 import functools
@@ -50,4 +50,4 @@ def warnings_about(
 
 @functools.cache
 def _log_once(warning: str) -> None:
-    logger.warning("%s; use a model with another `chat_template.jinja`", warning)
+    logger.warning("%s; put another `chat_template.jinja` into the model's directory", warning)

@@ -9,7 +9,7 @@ from trainer.errors import BadRequest, Unsupported
 
 MAX_TOOLS = 128  # OpenAI's limits
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_OWN_FUNCTION = "Give the agent a function tool that does it, and run the function beside the agent"
+_OWN_FUNCTION = "Give the agent a function that does the same; it runs beside the agent"
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def _function(place: int, tool: Json) -> Json:
         )
     if kind != "function":
         raise Unsupported(
-            f"`{where}` has the type `{kind}`, a tool that only its vendor hosts",
+            f"`{where}` has the type `{kind}`, a hosted tool, which is not supported",
             hint=_OWN_FUNCTION,
             param=where,
         )
@@ -119,7 +119,7 @@ def _function(place: int, tool: Json) -> Json:
         )
     if not isinstance(function.get("parameters") or {}, dict):
         raise BadRequest(
-            f"`{where}.function.parameters` is no object",
+            f"`{where}.function.parameters` is not an object",
             hint="Send a JSON schema",
             param=f"{where}.function.parameters",
         )
@@ -145,7 +145,7 @@ def _select(functions: tuple[Json, ...], names: list[str]) -> tuple[Json, ...]:
         if name not in by_name:
             raise BadRequest(
                 f"`tool_choice` names `{name}`, which is not in `tools`",
-                hint=f"Send it in `tools`, or name one of {', '.join(by_name) or 'none'}",
+                hint=f"Use one of {', '.join(by_name)}" if by_name else "Send it in `tools`",
                 param="tool_choice",
             )
     return tuple(function for function in functions if function["name"] in names)

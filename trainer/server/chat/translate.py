@@ -1,4 +1,4 @@
-"""What the translations of other APIs to a chat have in common."""
+"""Functions that the translations of other APIs to a chat share."""
 
 from collections.abc import Set
 from typing import Any
@@ -36,7 +36,7 @@ def check_extra(extra: Json | None, neutral: Json, no_effect: Set[str]) -> Json:
 
 
 def chat_request(**fields: Any) -> ChatRequest:
-    """A chat of the fields that are not None; the faults it has are the client's."""
+    """A chat with the fields that are not None. An invalid field is the client's error."""
     try:
         return ChatRequest.model_validate({k: v for k, v in fields.items() if v is not None})
     except pydantic.ValidationError as error:

@@ -1,4 +1,4 @@
-"""Samples several prompts at once, and yields their deltas as they come."""
+"""Samples several prompts concurrently, and yields their deltas as they arrive."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
@@ -12,7 +12,7 @@ Merged = AsyncGenerator[tuple[int, int, Delta], None]
 
 
 async def merge(sources: Sequence[Deltas]) -> Merged:
-    """Read all sources at once. The first that fails ends the others."""
+    """Read all sources concurrently. The first that fails ends the others."""
     queue: asyncio.Queue[tuple[int, int, Delta] | Exception | None] = asyncio.Queue()
 
     async def read(number: int, source: Deltas) -> None:

@@ -42,7 +42,7 @@ class CompletionRequest(SamplingFields):
         limit = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
         if limit == 0 and not self.echo:
             raise BadRequest(
-                "`max_tokens` is 0, and `echo` is not set, so there is nothing to answer",
+                "`max_tokens` is 0, and `echo` is not set, so there is nothing to return",
                 hint="Send `echo: true`, or raise `max_tokens`",
             )
         settings = self.settings(tokenizer, ToolUse(), limit)

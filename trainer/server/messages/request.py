@@ -88,8 +88,8 @@ class CountRequest(pydantic.BaseModel):
             messages += _said(blocks, place) if role == "assistant" else _asked(blocks, place)
         if turns[-1][0] == "assistant":
             raise Unsupported(
-                "A last message of the assistant, to be continued, is not supported",
-                hint="End with a message of the user",
+                "Continuing the last message of the assistant is not supported",
+                hint="End with a user message",
             )
         return messages
 
@@ -212,7 +212,7 @@ def _text(content: object, place: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise BadRequest(f"`{place}` is no text", hint="Send text, or a list of text blocks")
+        raise BadRequest(f"`{place}` is not text", hint="Send text, or a list of text blocks")
     parts = []
     for number, block in enumerate(content):
         if not isinstance(block, dict) or block.get("type") != "text":
@@ -235,7 +235,7 @@ def _tool(tool: Json, place: str) -> Json:
     if tool.get("type") not in (None, "custom"):
         raise Unsupported(
             f"`{place}` of type `{tool['type']}` is not supported",
-            hint="Tools run beside the agent: send it with an `input_schema`, and call it there",
+            hint="Give the agent a tool with an `input_schema`, which runs beside the agent",
         )
     for key, value in tool.items():
         known = key in _TOOL_KEYS or key in _TOOL_NO_EFFECT
@@ -271,7 +271,7 @@ def _format(wanted: object) -> Json | None:
     if not wanted:
         return None
     if not isinstance(wanted, dict):
-        raise BadRequest("`output_config.format` is no object", hint='Send `{"type": …}`')
+        raise BadRequest("`output_config.format` is not an object", hint='Send `{"type": …}`')
     if wanted.get("type") != "json_schema" or not isinstance(wanted.get("schema"), dict):
         raise Unsupported(
             f"`output_config.format` of type `{wanted.get('type')}` is not supported",

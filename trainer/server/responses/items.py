@@ -15,8 +15,8 @@ _ROLES = {"developer": "system"}  # the name that chat templates know
 def messages_of(given: str | list[Json], lookup: Lookup) -> list[Json]:
     """The messages of an `input`, which is the text of a user or a list of items.
 
-    What the model said in one turn is several items here and one message there: its thoughts, its
-    text and its calls.
+    One turn of the model is several items here and one message in a chat: its thoughts, its text
+    and its calls.
     """
     if isinstance(given, str):
         return [{"role": "user", "content": given}]

@@ -84,7 +84,7 @@ class ResponsesRequest(pydantic.BaseModel):
     def _text_settings(self) -> Json:
         wanted = (self.text or {}).get("format") or {"type": "text"}
         if not isinstance(wanted, dict):
-            raise BadRequest("`text.format` is no object", hint='Send `{"type": …}`')
+            raise BadRequest("`text.format` is not an object", hint='Send `{"type": …}`')
         match wanted.get("type"):
             case "text":
                 return {}
@@ -121,7 +121,7 @@ def _tool(tool: Json, place: str) -> Json:
     if tool.get("type") != "function":
         raise Unsupported(
             f"`{place}` of type `{tool.get('type')}` is not supported",
-            hint="Tools run beside the agent: send it as a function, and call it there",
+            hint="Give the agent a function that does the same; it runs beside the agent",
         )
     for key, value in tool.items():
         if key not in _TOOL_KEYS and value is not None and value != _TOOL_NEUTRAL.get(key, ...):
