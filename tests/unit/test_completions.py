@@ -119,6 +119,14 @@ def test_the_chunks_of_a_stream_add_up_to_the_whole(tokenizer: Tokenizer) -> Non
     ]
 
 
+def test_every_chunk_has_the_usage_so_far_if_requested(tokenizer: Tokenizer) -> None:
+    request = body(prompt="hi", stream=True, stream_options={"continuous_usage_stats": True})
+    answer = CompletionAnswer(request, request.sample_requests(tokenizer), tokenizer)
+    deltas = [Delta(0, token_ids=[token], logprobs=[-1.0]) for token in tokenizer.encode("ab")]
+    chunks = [answer.chunk(0, 0, delta) for delta in deltas]
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2]
+
+
 async def test_prompts_are_sampled_at_once_and_the_first_fault_ends_all() -> None:
     ended = []
     both = asyncio.Barrier(2)

@@ -42,7 +42,9 @@ class CompletionAnswer:
     def chunk(self, number: int, step: int, delta: Delta) -> Json:
         """Add a delta of a prompt, and return its chunk of a stream."""
         self.add(number, step, delta)
-        return {**self._object(), "choices": [self._choice(number, delta)]}
+        options = self._body.stream_options or {}
+        usage = {"usage": self._usage()} if options.get("continuous_usage_stats") else {}
+        return {**self._object(), "choices": [self._choice(number, delta)], **usage}
 
     async def events(
         self, first: Json, deltas: Merged, record: Callable[[list[Json]], None]
@@ -84,7 +86,7 @@ class CompletionAnswer:
 
 
 class _Prompt:
-    """One prompt: what is said about its tokens, and the chat that stands for it in a rollout."""
+    """One prompt: its choices, and the chat that stands for it in a rollout."""
 
     def __init__(
         self, body: CompletionRequest, request: SampleRequest, tokenizer: Tokenizer
