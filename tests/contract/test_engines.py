@@ -379,8 +379,9 @@ async def test_any_json_object_is_one_without_a_schema(engine: Engine) -> None:
 async def test_both_engines_give_the_same_constrained_tokens(
     engines: dict[str, Engine], tmp_path: Path
 ) -> None:
+    lora_path = write_lora(tmp_path / "0001", seed=6)
     for engine in engines.values():
-        await engine.load("constrained@1", write_lora(tmp_path / "0001", seed=6))
+        await engine.load("constrained@1", lora_path)
     for lora, (constraint, _) in zip((None, "constrained@1", None), CONSTRAINTS, strict=True):
         request = {"constraint": constraint, "lora": lora, "temperature": 0, "n": 2}
         ours, theirs = [await sample(engine, **request) for engine in engines.values()]
