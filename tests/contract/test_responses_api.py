@@ -11,7 +11,7 @@ import pytest
 
 from tests.serving import Serving
 
-BASE = "tiny-random"
+BASE = "tiny-random@base"  # other tests of this server train models
 LOGPROBS: Any = ["message.output_text.logprobs"]
 
 
