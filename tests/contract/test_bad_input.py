@@ -47,7 +47,7 @@ NO_METRICS = {"trajectories": [{"reward": 1, "metrics": ["x"]}]}
 PREPARE = {"model": MODEL}
 ARGS = {"server_args": "x"}
 BASE_MODEL = {"model": BASE}
-PARTS = {"role": "user", "content": ["hi"]}
+PARTS = {"role": "user", "content": [1]}
 CALLS = {"role": "assistant", "content": "", "tool_calls": ["x"]}
 VARIABLES: dict[str, Any] = {"chat_template_kwargs": {"tools": []}}
 
@@ -55,7 +55,7 @@ VARIABLES: dict[str, Any] = {"chat_template_kwargs": {"tools": []}}
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
-        ("/register", b"{", 422, "`body` JSON decode error"),
+        ("/register", b"{", 422, "`body` is not JSON"),
         ("/register", b"\xff\xfe{}", 422, "body"),
         ("/register", b"[" * 5000, 400, "nested deeper"),
         ("/register", b"{}", 422, "`name`"),
