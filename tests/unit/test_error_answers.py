@@ -121,9 +121,9 @@ async def test_browsers_may_call_from_loopback_pages_where_asked(
 @pytest.mark.parametrize(
     ("value", "fault"),
     [
-        ("NaN", "`NaN` is no number"),
-        ("-Infinity", "`-Infinity` is no number"),
-        ("1e999", "`1e999` is no number"),
+        ("NaN", "`NaN` is not a JSON number"),
+        ("-Infinity", "`-Infinity` is not a JSON number"),
+        ("1e999", "`1e999` is not a JSON number"),
         ("1" * 5000, "Exceeds the limit"),
         (r'"\ud83d"', "half of a character"),
         (r'"\uDE00 \ud83d\ude00"', "half of a character"),

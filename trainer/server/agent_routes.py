@@ -42,7 +42,7 @@ def strict_json(body: bytes) -> Any:
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start].encode("unicode_escape").decode()
-        fault = f"a text holds half of a character, `{half}`; cut texts between characters"
+        fault = f"a text contains half of a character, `{half}`; cut texts only between characters"
         raise json.JSONDecodeError(fault, "", 0) from error
     except json.JSONDecodeError:
         raise
@@ -52,7 +52,7 @@ def strict_json(body: bytes) -> Any:
 
 
 def _refuse(constant: str) -> float:
-    raise ValueError(f"`{constant}` is no number of JSON")
+    raise ValueError(f"`{constant}` is not a JSON number")
 
 
 def _finite(digits: str) -> float:
