@@ -93,7 +93,7 @@ def test_the_settings_reach_the_chat() -> None:
     made = chat(stop_sequences=["END"], temperature=0.5, top_k=3, output_config=output)
     sent = made.model_dump(exclude_unset=True)
     assert (sent["max_tokens"], sent["stop"], sent["temperature"]) == (5, ["END"], 0.5)
-    assert sent["reasoning_effort"] == "xhigh"
+    assert sent["reasoning_effort"] == "max"
     assert chat(thinking={"type": "disabled"}).reasoning_effort == "none"
     assert sent["top_k"] == 3 and sent["response_format"]["type"] == "json_schema"
 

@@ -69,7 +69,7 @@ class CountRequest(pydantic.BaseModel):
         match (self.thinking or {}).get("type"):
             case None | "adaptive":  # the model decides, as it does anyway
                 effort = (self.output_config or {}).get("effort")
-                return "xhigh" if effort == "max" else effort or None  # the highest of a chat
+                return effort or None
             case "disabled":
                 return "none"
             case kind:
