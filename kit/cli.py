@@ -3,7 +3,6 @@
 stdout is data, stderr is for people. Exit codes: 0 done, 1 our error, 2 usage.
 """
 
-import importlib.metadata
 import json
 import os
 import sys
@@ -13,14 +12,7 @@ from typing import Any
 import click
 
 from kit.errors import KitError
-
-
-def version() -> str:
-    """The installed version, or `0.dev` when the code runs from a bare checkout."""
-    try:
-        return importlib.metadata.version("art-cluster")
-    except importlib.metadata.PackageNotFoundError:
-        return "0.dev"
+from kit.version import version as version
 
 
 def note(message: str) -> None:

@@ -1,103 +1,36 @@
 """Strict configuration: unknown keys are refused, and one error lists every fault.
 
-`load` reads a YAML file into a model and names the line of each fault. Numbers such as `1e-6`,
-which YAML 1.1 reads as strings, are numbers here.
+`load` reads a YAML file into a model and names the line of each fault.
 """
 
 import difflib
-import re
 import types
 import typing
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pydantic
-import yaml
 
 from kit.errors import ConfigError, plural
+from kit.yaml_files import Location, read_yaml, shortened
 
-Location = tuple[str | int, ...]
+MAX_FAULTS = 10  # in one message
 
 
 class Config(pydantic.BaseModel):
     """Base class of every configuration: refuses unknown keys and cannot be changed."""
 
     model_config = pydantic.ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
     )
 
 
 ConfigT = TypeVar("ConfigT", bound=pydantic.BaseModel)
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that reads YAML 1.2 floats and refuses duplicate keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen and key != "<<":
-                raise yaml.MarkedYAMLError(
-                    problem=f"key `{key}` is given twice", problem_mark=key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"""^(?:[-+]?(?:\d[\d_]*)\.[\d_]*(?:[eE][-+]?\d+)?
-        |[-+]?\d[\d_]*[eE][-+]?\d+
-        |\.[\d_]+(?:[eE][-+]?\d+)?
-        |[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$""",
-        re.VERBOSE,
-    ),
-    list("-+0123456789."),
-)
-
-
-def read_yaml(path: Path) -> tuple[dict[str, Any], dict[Location, int]]:
-    """Return the mapping in `path` and the line number of every key and item."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(
-            f"There is no file `{path}`", hint="Check the path, or run from the project's root"
-        ) from None
-    except (OSError, UnicodeDecodeError) as exc:
-        raise ConfigError(
-            f"`{path}` cannot be read: {exc}", hint="Check its permissions and its encoding (UTF-8)"
-        ) from exc
-    try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        data = loader.construct_document(node) if node is not None else {}
-    except yaml.YAMLError as exc:
-        mark = getattr(exc, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else str(path)
-        problem = getattr(exc, "problem", None) or str(exc)
-        raise ConfigError(f"`{where}` is not valid YAML: {problem}", hint="Fix that line") from exc
-    if not isinstance(data, dict):
-        raise ConfigError(
-            f"`{path}` is not a mapping at its top level", hint="Write `key: value` lines"
-        )
-    return data, dict(_lines(node)) if node is not None else {}
-
-
-def _lines(node: yaml.Node, at: Location = ()) -> Iterable[tuple[Location, int]]:
-    if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            place = (*at, key.value)
-            yield place, key.start_mark.line + 1
-            yield from _lines(value, place)
-    elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            place = (*at, index)
-            yield place, value.start_mark.line + 1
-            yield from _lines(value, place)
 
 
 def load(model: type[ConfigT], path: Path) -> ConfigT:
@@ -129,14 +62,16 @@ def _config_error(
 ) -> ConfigError:
     """Translate pydantic's errors into one message, with the closest name for each typo."""
     faults = []
-    for error in exc.errors(include_url=False):
+    errors = exc.errors(include_url=False)
+    for error in errors[:MAX_FAULTS]:
         place = _as_written(tuple(error["loc"]), lines)
-        name = ".".join(str(part) for part in place) or "the whole file"
+        name = shortened(".".join(str(part) for part in place)) or "the whole file"
         line = _nearest_line(place, lines)
         faults.append((f"line {line}: " if line else "") + f"`{name}` {_explain(error, model)}")
+    more = [f"and {len(errors) - MAX_FAULTS} more"] if len(errors) > MAX_FAULTS else []
     return ConfigError(
-        f"`{source}` has {plural(len(faults), 'fault')}: " + "; ".join(faults),
-        hint=f"Fix {'it' if len(faults) == 1 else 'them'} and try again",
+        f"`{source}` has {plural(len(errors), 'fault')}: " + "; ".join(faults + more),
+        hint=f"Fix {'it' if len(errors) == 1 else 'them'} and try again",
     )
 
 
@@ -149,8 +84,9 @@ def _explain(error: Any, model: type[pydantic.BaseModel]) -> str:
         tags = error["ctx"]["expected_tags"].replace("'", "").split(", ")
         tag = error["ctx"]["tag"]
         known = ", ".join(f"`{name}`" for name in tags)
-        return f"has the type `{tag}`, which is none of {known}" + _nearest(tag, tags)
-    return f"{error['msg'][0].lower()}{error['msg'][1:]} (got `{error['input']!r}`)"
+        return f"has the type `{shortened(tag)}`, which is none of {known}" + _nearest(tag, tags)
+    told = shortened(error["msg"])
+    return f"{told[0].lower()}{told[1:]} (got `{shortened(repr(error['input']))}`)"
 
 
 def _as_written(place: Location, lines: dict[Location, int]) -> Location:
@@ -173,7 +109,7 @@ def _nearest_line(place: Location, lines: dict[Location, int]) -> int | None:
 
 
 def _nearest(name: str | int, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(name), list(known), n=1)
+    near = difflib.get_close_matches(str(name)[:100], list(known), n=1)
     return f", did you mean `{near[0]}`?" if near else ""
 
 

@@ -3,33 +3,43 @@
 The server writes it, and the launcher checks it after a pull.
 """
 
+import contextlib
 import hashlib
 import json
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from kit.files import identity
+
 MANIFEST = "manifest.json"
 
 _cached_hashes: dict[tuple[int, ...], str] = {}
-_SETTLED_NS = 100_000_000
-"""A file written more recently than this could change again within one clock tick."""
 
 
 def sha256(path: Path) -> str:
     """The hash of a file. A file that has not changed since the last call is not read again."""
-    about = path.stat()
-    identity = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns)
-    if identity in _cached_hashes:
-        return _cached_hashes[identity]
-    now = time.time_ns()
+    key, settled = identity(path)
+    if key in _cached_hashes:
+        return _cached_hashes[key]
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if now - max(about.st_mtime_ns, about.st_ctime_ns) > _SETTLED_NS:
-        _cached_hashes[identity] = digest
+    if settled:
+        _cached_hashes[key] = digest
     return digest
+
+
+def trust(directory: Path) -> None:
+    """Take the hashes in a manifest that was just written as those of its files.
+
+    They are not read again until they change.
+    """
+    for name, entry in (read_manifest(directory) or {"files": {}})["files"].items():
+        with contextlib.suppress(OSError):
+            key, settled = identity(directory / name)
+            if settled:
+                _cached_hashes.setdefault(key, entry["sha256"])
 
 
 def write_manifest(
@@ -56,9 +66,11 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
     """The manifest of `directory`, or None if it is missing or not a manifest."""
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        files = manifest["files"].values()
+        whole = all({"sha256", "bytes"} <= entry.keys() for entry in files)
+    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
         return None
-    return manifest if isinstance(manifest, dict) and "files" in manifest else None
+    return manifest if whole else None
 
 
 def damage(directory: Path) -> list[str]:

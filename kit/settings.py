@@ -50,7 +50,12 @@ def read_env_file(path: Path | None) -> dict[str, str]:
             f"There is no env file `{path}`",
             hint=f"Copy `.env.example` to `{path}` and fill it in",
         )
-    values = dotenv.dotenv_values(path)
+    try:
+        values = dotenv.dotenv_values(path)
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(
+            f"`{path}` cannot be read: {exc}", hint="Check its permissions and its encoding (UTF-8)"
+        ) from exc
     return {name: value for name, value in values.items() if value}
 
 
