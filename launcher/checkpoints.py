@@ -11,12 +11,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kit.manifest import MANIFEST, damage, read_manifest
-from kit.state_dir import CHECKPOINT_GLOB, HISTORY_GLOB, PULLED, STEP_NAME, checkpoint_name
+from kit.state_dir import (
+    CHECKPOINT_GLOB,
+    CHECKPOINTS,
+    EVALS_GLOB,
+    HISTORY_GLOB,
+    PULLED,
+    ROLLOUT_GLOBS,
+    STEP_NAME,
+    checkpoint_name,
+    ignore_in_git,
+    model_path,
+    names_in_path,
+)
 from launcher.errors import DamagedCheckpoint, LauncherError, ProviderError, RemoteError
 from launcher.provider import CLUSTER_STATE_DIR, Progress, Provider
+from launcher.task import Task
 
 logger = logging.getLogger(__name__)
-_METRICS = (HISTORY_GLOB, "*/training_metrics.jsonl", "*/reward_plot.png")
+_HARNESS_METRICS, _HARNESS_PLOT = "training_metrics.jsonl", "reward_plot.png"
+_METRICS = (HISTORY_GLOB, f"*/{_HARNESS_METRICS}", f"*/{_HARNESS_PLOT}", EVALS_GLOB)
+_SERVED = ".art-cluster/served"
 TOUCH_INTERVAL = 60.0
 """Seconds between two writes of the `PULLED` file during a long pull."""
 MAX_PULLS = 5
@@ -47,7 +62,7 @@ def pull(provider: Provider, cluster: str, to: Path, progress: Progress) -> list
         tempfile.TemporaryDirectory() as directory,
     ):
         manifests = Path(directory)
-        patterns = [f"{CHECKPOINT_GLOB}/{MANIFEST}", PULLED]
+        patterns = [f"{CHECKPOINT_GLOB}/{MANIFEST}", PULLED, *_METRICS[:2]]
         provider.fetch(
             cluster, CLUSTER_STATE_DIR, manifests, patterns, checksum=False, progress=_no_progress
         )
@@ -55,10 +70,15 @@ def pull(provider: Provider, cluster: str, to: Path, progress: Progress) -> list
         for place in places:
             if _differs(manifests / place, to / place):
                 _set_aside(to / place.parent.parent)
+        _keep_other_metrics(manifests, to)
         before = {place for place in places if not damage(to / place)}
         # Name each checkpoint: one that is finished from now on was not compared with the copy
         # here, so the next pull fetches it.
-        patterns = [*(f"{glob.escape(str(place))}/**" for place in places), *_METRICS]
+        patterns = [
+            *(f"{glob.escape(str(place))}/**" for place in places),
+            *_METRICS,
+            *ROLLOUT_GLOBS,
+        ]
         recorded = _read(manifests / PULLED)
         report = _touching(progress, lambda: write(recorded))
 
@@ -72,6 +92,8 @@ def pull(provider: Provider, cluster: str, to: Path, progress: Progress) -> list
             """The checkpoints that the server did not delete before they were fetched."""
             return [place for place in places if (to / place).is_dir()]
 
+        if not to.exists():
+            ignore_in_git(to)  # a later launch must not send them back
         to.mkdir(parents=True, exist_ok=True)
         # Damage that keeps the size and time of a file is only found by comparing its content.
         if fetch(checksum=False) and (faults := fetch(checksum=True)):
@@ -84,8 +106,11 @@ def pull(provider: Provider, cluster: str, to: Path, progress: Progress) -> list
 
 
 def _touching(progress: Progress, touch: Callable[[], None]) -> Progress:
-    """Call `touch` every `TOUCH_INTERVAL` seconds, so that the server does not go idle."""
-    touched = time.monotonic()
+    """Call `touch` at the first bytes and every `TOUCH_INTERVAL` seconds.
+
+    So the server does not go idle, and the cluster does not end, while bytes arrive.
+    """
+    touched = -TOUCH_INTERVAL
 
     def report(received: int, share: float) -> None:
         nonlocal touched
@@ -154,13 +179,58 @@ def _differs(remote: Path, local: Path) -> bool:
     return bool(theirs and ours and theirs["files"] != ours["files"])
 
 
-def _set_aside(model: Path) -> None:
-    """Rename the directory of an earlier run, so that a pull does not overwrite it."""
-    number = next(
-        n for n in itertools.count(1) if not model.with_name(f"{model.name}.{n}").exists()
+def _set_aside(path: Path) -> None:
+    """Rename what belongs to an earlier run, so that a pull does not overwrite it."""
+    stem, suffix = (path.stem, path.suffix) if path.is_file() else (path.name, "")
+    names = (path.with_name(f"{stem}.{number}{suffix}") for number in itertools.count(1))
+    aside = path.rename(next(name for name in names if not name.exists()))
+    logger.warning("`%s` belongs to an earlier run and was renamed to `%s`", path, aside)
+
+
+def _keep_other_metrics(remote: Path, to: Path) -> None:
+    """Set metrics in `to` aside that do not begin those of the same name in `remote`."""
+    for theirs in metrics(remote):
+        ours = to / theirs.relative_to(remote)
+        # A run appends lines. The last one here may have been cut off while it was written.
+        lines = ours.read_bytes().rpartition(b"\n")[0] if ours.is_file() else b""
+        if theirs.read_bytes().startswith(lines):
+            continue
+        if ours.name == _HARNESS_METRICS:
+            if (plot := ours.with_name(_HARNESS_PLOT)).is_file():
+                _set_aside(plot)
+            _set_aside(ours)
+        else:
+            _set_aside(ours.parent)
+
+
+def with_checkpoint(task: Task, path: Path) -> Task:
+    """The same task with the pulled checkpoint at `path` sent along, which its server serves."""
+    if int(task.config.get("num_nodes") or 1) > 1:
+        raise LauncherError(
+            f"`{task.path}` trains on several machines, and a checkpoint is served by one",
+            hint="Use the task `art`",
+        )
+    project, name = names_in_path(path)
+    place = f"~/{_SERVED}/{model_path(Path(), project, name) / CHECKPOINTS / path.resolve().name}"
+    mounts = {place: str(path.resolve()), **(task.config.get("file_mounts") or {})}
+    return replace(
+        task,
+        config={**task.config, "file_mounts": mounts},
+        envs={**task.envs, "ART_CHECKPOINT": place},
     )
-    aside = model.rename(model.with_name(f"{model.name}.{number}"))
-    logger.warning("`%s` belongs to an earlier run and was renamed to `%s`", model, aside)
+
+
+def base_model_of(path: Path) -> str:
+    """The base model of the undamaged checkpoint at `path`."""
+    if not (path / MANIFEST).is_file():
+        raise LauncherError(
+            f"`{path}` is not a checkpoint: it has no `{MANIFEST}`",
+            hint="Name the directory of one step, such as "
+            "`checkpoints/PROJECT/models/NAME/checkpoints/0024`",
+        )
+    if faults := damage(path):
+        raise DamagedCheckpoint(f"The checkpoint `{path}` is damaged: {faults[0]}")
+    return str((read_manifest(path) or {}).get("base_model") or "")
 
 
 def _read(path: Path) -> str:

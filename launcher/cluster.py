@@ -14,8 +14,10 @@ from launcher.endpoints import Endpoints, is_healthy
 from launcher.errors import ClusterNotFound, LauncherError, RunNotFound
 from launcher.files import select
 from launcher.lease import describe_lease
+from launcher.project import prepared
 from launcher.provider import (
     CLUSTER_STATE_DIR,
+    PROLOGUE,
     SERVER,
     ClusterInfo,
     Cost,
@@ -32,21 +34,15 @@ from launcher.startup import (
     LogFollower,
     activity,
     already_running,
+    naming_the_cluster,
     startup_error,
+    write_price,
 )
-from launcher.state import (
-    add_secret_names,
-    launch_lock,
-    read_ports,
-    secret_names,
-    write_ports,
-)
+from launcher.state import add_secret_names, launch_lock, read_ports, secret_names, write_ports
 from launcher.task import Task, secret_values
 
 # The log file for each name that `logs` accepts for a process of the server.
 _PROCESSES = {"engine": "engine", "vllm": "engine", "learner": "learner"}
-# Every provider starts a run in the synced workdir with its environment active.
-_PROLOGUE = "cd ~/sky_workdir\nif [ -f .venv/bin/activate ]; then . .venv/bin/activate; fi\n"
 
 
 class Cluster:
@@ -101,18 +97,19 @@ class Cluster:
         `log` receives the output of setup and server. Returns False if `arguments` request a dry
         run.
         """
-        with launch_lock(self.name):
+        with launch_lock(self.name), naming_the_cluster(self.provider, self.name, progress):
             server = self._server() or self.provider.resume(self.name)
             record = self.provider.ports_record(self.name)
             ports = (read_ports(record) if server else None) or task.ports
             with BackgroundContext(lambda: self._tunnel(ports)) as tunnel:
                 if server is None:
+                    sent = prepared(task, progress)
                     add_secret_names(self.name, task.secrets)
                     progress(describe_lease(task.envs, task.max_cost))
                     record.unlink(missing_ok=True)  # an earlier cluster's, if that ended by itself
                     # Opening ssh takes seconds, and so does the rest of a launch: do both at once.
                     server = self.provider.launch(
-                        self.name, task, arguments, reachable=tunnel.start
+                        self.name, sent, arguments, reachable=tunnel.start
                     )
                     if server is None:
                         return False
@@ -120,6 +117,7 @@ class Cluster:
                     progress(already_running(self.name, server, task, [*arguments, *options]))
                 write_ports(record, ports)
                 self._wait_until_healthy(server.id, tunnel, progress, log, interval)
+                write_price(self.provider, self.name)
         return True
 
     @property
@@ -140,7 +138,7 @@ class Cluster:
         envs = Endpoints.on_loopback(*self.ports).exports()
         if self.settings.langfuse_host:  # the address that the Langfuse keys are for
             envs |= {"LANGFUSE_HOST": self.settings.langfuse_host}
-        return self.provider.run(self.name, _PROLOGUE + command, envs, self.settings.secrets())
+        return self.provider.run(self.name, PROLOGUE + command, envs, self.settings.secrets())
 
     def wait(self, run: Run, *, interval: float = 2.0) -> int:
         """Wait until `run` is over and return its exit code."""

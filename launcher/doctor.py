@@ -1,19 +1,25 @@
 """`launcher doctor`: check everything that a launch needs, and suggest a fix for each problem."""
 
 import difflib
+import math
 import platform
 import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from kit.errors import KitError
+from kit.fit import Fit, engine_args, fits
+from kit.gpus import CARDS
+from kit.model_shape import read_shape
 from kit.settings import ENV_FILE, read_env_file, variables
 from launcher.cluster import Cluster
 from launcher.endpoints import is_healthy
-from launcher.errors import LauncherError
-from launcher.provider import Check
+from launcher.errors import LauncherError, NoCapacity
+from launcher.provider import Check, Price, Provider
 from launcher.settings import OPTIONAL_SECRETS, Settings
 
 _OLDEST_RSYNC = (3, 1)  # the first with `--delete-missing-args` and `--info`
@@ -31,6 +37,57 @@ def examine(cluster: Cluster, env_file: Path | None) -> list[Check]:
     if all(check.ok for check in provider_checks):
         checks += _cluster(cluster)
     return checks
+
+
+@dataclass(frozen=True)
+class Offer:
+    """Cards that hold a model, and what they cost where that is known."""
+
+    fit: Fit
+    price: Price | None
+    engine_args: Mapping[str, float]
+    """Settings of vLLM without which the model would not fit."""
+
+    @property
+    def name(self) -> str:
+        """As `sky launch --gpus` takes it."""
+        return f"{self.fit.card.name}:{self.fit.count}"
+
+
+def offers(provider: Provider, model: str) -> tuple[list[Offer], str]:
+    """The cards that hold `model`, each with the least number; the cheapest first.
+
+    Cards without a price come last, the smallest of them first. The second value says why there
+    are no prices at all.
+    """
+    shape, prices, unknown = read_shape(model), dict[tuple[str, int], Price](), ""
+    held = fits(shape, list(CARDS.values()))
+    try:
+        prices = dict(provider.prices()) if held else {}
+    except KitError as error:
+        unknown = error.message
+    found = [
+        Offer(one, prices.get((one.card.name, one.count)), engine_args(shape, one)) for one in held
+    ]
+    return sorted(found, key=_rank), unknown
+
+
+def cheapest(provider: Provider, model: str) -> tuple[Offer, str]:
+    """The first of `offers`, and why there are no prices."""
+    found, unknown = offers(provider, model)
+    if not found:
+        raise NoCapacity(
+            f"No listed card holds `{model}`, not even eight of the largest",
+            hint="Use a smaller model, or several machines: the task `art-multi-node`",
+        )
+    if not unknown and found[0].price is None:
+        unknown = "no cloud that SkyPilot can rent from lists a card that holds it"
+    return found[0], unknown
+
+
+def _rank(offer: Offer) -> tuple[float, int, float]:
+    dollars = offer.price.per_hour if offer.price else math.inf
+    return dollars, offer.fit.count, offer.fit.card.memory_gib
 
 
 def _python() -> Check:

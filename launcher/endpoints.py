@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import json
 import time
 from dataclasses import dataclass
 
@@ -40,6 +41,35 @@ def _answers(address: str) -> bool:
             return 200 <= connection.getresponse().status < 300
         except (OSError, http.client.HTTPException):
             return False
+
+
+def page_link(endpoints: Endpoints, key: str | None) -> str | None:
+    """The address of the server's page; None if it has none.
+
+    Where the server asks for a key, the address has a token that works once: a key in an address
+    would end up in histories and logs.
+    """
+    address = f"{endpoints.control}/"
+    status, _ = _request(endpoints.control, "GET", "/")
+    if status == 401 and key:
+        status, body = _request(endpoints.control, "POST", "/api/login-token", key)
+        if status != 200:
+            return None
+        return f"{address}?token={json.loads(body)['token']}"
+    return address if status in (200, 401) else None
+
+
+def _request(address: str, method: str, path: str, key: str | None = None) -> tuple[int, bytes]:
+    """The status and body of an answer; status 0 if there is none."""
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=10)
+    with contextlib.closing(connection):
+        try:
+            headers = {"Authorization": f"Bearer {key}"} if key else {}
+            connection.request(method, path, headers=headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        except (OSError, http.client.HTTPException):
+            return 0, b""
 
 
 def wait_until_healthy(endpoints: Endpoints, cluster: str, patience: float = 60.0) -> None:

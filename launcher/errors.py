@@ -2,6 +2,7 @@
 
 LauncherError
 ├── TaskError         the task YAML cannot be used
+├── ProjectError      a project cannot be written, or not be launched
 ├── ClusterNotFound   no cluster of that name
 ├── RunNotFound       the cluster has no such run
 ├── NoCloud           SkyPilot has no credentials for any cloud
@@ -20,7 +21,11 @@ class LauncherError(KitError):
 
 
 class TaskError(LauncherError):
-    hint = "The tasks in `sky/` are working examples"
+    hint = "`launcher tasks` lists working examples"
+
+
+class ProjectError(LauncherError):
+    hint = "`launcher init --help` shows the choices"
 
 
 class ClusterNotFound(LauncherError):

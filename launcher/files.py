@@ -1,6 +1,7 @@
 """Select the files of a workdir that go to a cluster, record them, and copy files locally."""
 
 import json
+import os
 import shutil
 import subprocess
 import tempfile
@@ -9,6 +10,7 @@ from pathlib import Path
 
 from kit.state_dir import STATE_DIR
 from launcher.errors import ProviderError, TaskError
+from launcher.state import home
 
 SKYIGNORE = ".skyignore"
 # Secrets, and directories that the cluster creates itself: skipped whatever the ignore files say.
@@ -36,6 +38,35 @@ def refuse_unignored_env_file(configured: object) -> None:
             f"`{workdir / '.env'}` would go to the cluster, with every secret in it",
             hint=f"Add a line `.env` to `{workdir / ignore_file}`",
         )
+
+
+def sendable(name: str, workdir: Path) -> str:
+    """The directory from which SkyPilot sends the files of `select`, for the cluster `name`.
+
+    SkyPilot obeys a `.gitignore` only in a git repository. Anywhere else it would send everything,
+    `.env` and `.venv` with it, so there it gets a directory of links to the selected files.
+    """
+    if (workdir / SKYIGNORE).is_file() or _git_obeys(workdir):
+        return str(workdir)
+    selected = home() / "workdirs" / name
+    shutil.rmtree(selected, ignore_errors=True)
+    selected.mkdir(parents=True)
+    for file in select(workdir):
+        link = selected / file
+        link.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(workdir / file, link, follow_symlinks=False)
+        except OSError:  # on another disk
+            shutil.copy2(workdir / file, link, follow_symlinks=False)
+    return str(selected)
+
+
+def _git_obeys(workdir: Path) -> bool:
+    """Whether `workdir` is in a git repository that does not ignore all of it."""
+    git = ["git", "-c", "safe.directory=*", "-C", str(workdir)]
+    inside = subprocess.run([*git, "rev-parse", "--is-inside-work-tree"], capture_output=True)
+    ignored = subprocess.run([*git, "check-ignore", "--quiet", "."], capture_output=True)
+    return inside.returncode == 0 and ignored.returncode == 1
 
 
 def _not_ignored(workdir: Path, *arguments: str) -> list[str]:

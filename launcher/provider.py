@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import ClassVar, Protocol, TextIO
 
 from kit.state_dir import STATE_DIR
 from launcher.errors import RunNotFound
@@ -17,6 +17,14 @@ from launcher.task import Task
 WORKDIR = "sky_workdir"
 CLUSTER_STATE_DIR = f"{WORKDIR}/{STATE_DIR}"
 """State directory of `trainer serve`, relative to the home directory of a cluster."""
+ACTIVATE = (
+    "if [ -f ~/.art-cluster/kit/scripts/activate ]; then . ~/.art-cluster/kit/scripts/activate; "
+    f"elif [ -f ~/{WORKDIR}/.venv/bin/activate ]; then . ~/{WORKDIR}/.venv/bin/activate; fi"
+)
+"""A line of bash for whoever works on a cluster: the project's environment, or that of a clone."""
+_UPDATE = "~/.art-cluster/kit/scripts/project-environment"
+PROLOGUE = f"cd ~/{WORKDIR}\n[ ! -x {_UPDATE} ] || {_UPDATE} || exit\n{ACTIVATE}\n"
+"""Starts every run: in the synced workdir, with the environment that its dependencies now need."""
 SERVER = "server"
 """Given as a run's id, means the newest run of the task itself."""
 RUN, SETUP = "run", "launcher-setup"
@@ -104,6 +112,14 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Price:
+    """The lowest price of some cards, in US dollars."""
+
+    per_hour: float
+    cloud: str
+
+
+@dataclass(frozen=True)
 class Check:
     """The result of one check of `launcher doctor`."""
 
@@ -121,6 +137,9 @@ Progress = Callable[[int, float], None]
 
 class Provider(Protocol):
     """The operations on clusters that every provider offers."""
+
+    option: ClassVar[str]
+    """The option that selects this provider on the command line, with a leading space."""
 
     def launch(
         self,
@@ -177,7 +196,7 @@ class Provider(Protocol):
         """Yield a function that overwrites a file below the cluster's home directory.
 
         The connection opens in the background. The file stays as it is until the function is
-        called.
+        called. A long transfer calls it again and again, as a sign that it goes on.
         """
 
     def fetch(
@@ -213,6 +232,9 @@ class Provider(Protocol):
 
     def ports_record(self, name: str) -> Path:
         """The file on this machine that records a cluster's ports; `down` deletes it."""
+
+    def prices(self) -> Mapping[tuple[str, int], Price]:
+        """What an hour of each card costs, by the name and number of cards."""
 
     def checks(self) -> list[Check]:
         """Check that everything this provider needs is present."""

@@ -2,17 +2,21 @@
 
 import contextlib
 import io
+import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Generic, Self, TextIO, TypeVar, cast
 
-from launcher.errors import ProviderError
-from launcher.provider import SETUP_FAILED, Provider, Run, RunStatus
+from kit.state_dir import PRICE
+from launcher.errors import LauncherError, ProviderError
+from launcher.provider import CLUSTER_STATE_DIR, SETUP_FAILED, Provider, Run, RunStatus
 from launcher.task import Task
 
 T = TypeVar("T")
+_PREFIX = re.compile(r"^\([^()]*pid=\d+[^()]*\) ?")  # SkyPilot's, of each line of a log
+_ERROR = re.compile(r"\s*(error\b|E:|fatal:|Traceback \(|\w*Error:|.*: command not found)", re.I)
 INSTALLING = "Installing "  # starts each line that `scripts/install` writes while it works
 
 
@@ -92,6 +96,33 @@ class _ClosableStream(io.TextIOBase):
             self._out.flush()
 
 
+@contextlib.contextmanager
+def naming_the_cluster(
+    provider: Provider, cluster: str, progress: Callable[[str], None]
+) -> Iterator[None]:
+    """Name the cluster that a launch leaves behind if it fails or is interrupted."""
+    down = f"end it with `launcher down{provider.option} -c {cluster}`"
+    try:
+        yield
+    except LauncherError as error:
+        try:
+            exists = "still exists" * any(it.name == cluster for it in provider.clusters())
+        except LauncherError:
+            exists = "may still exist"
+        if not exists or "launcher down" in (error.hint or ""):
+            raise
+        hint = f"Cluster `{cluster}` {exists}: {down}"
+        raise type(error)(
+            error.message, hint=f"{error.hint}. {hint}" if error.hint else hint
+        ) from error
+    except KeyboardInterrupt:
+        # A provider may take minutes to answer: whoever interrupts does not want to wait for it.
+        progress(
+            f"Interrupted: cluster `{cluster}` may exist. Continue with the same command, or {down}"
+        )
+        raise
+
+
 def already_running(cluster: str, server: Run, task: Task, given: Sequence[str]) -> str:
     """Say that a server runs already, and name the ignored arguments without their values."""
     options = [f"`{argument.partition('=')[0]}`" for argument in given if argument.startswith("-")]
@@ -109,27 +140,51 @@ def activity(provider: Provider, cluster: str, run: Run, *, log_shown: bool) -> 
         return "Waiting in the cluster's queue"
     # A log that the user sees already says more, and reading it again may need an ssh.
     lines = [] if log_shown else _last_lines(provider, cluster, run.id)
-    if lines and lines[-1].startswith(INSTALLING):
+    if lines and _PREFIX.sub("", lines[-1]).startswith(INSTALLING):
         return "Installing the server's environment"
     return "Setting up the server"
 
 
 def startup_error(provider: Provider, cluster: str, run_id: str) -> ProviderError:
     """Return the error that explains, from the end of its log, why a server did not start."""
-    lines = _last_lines(provider, cluster, run_id)
-    see_log = f"See why with `launcher logs {run_id} -c {cluster}`"
+    lines = _last_lines(provider, cluster, run_id, 100)
+    see_log = f"See why with `launcher logs {run_id}{provider.option} -c {cluster}`"
     if any(SETUP_FAILED in line for line in lines):
         return ProviderError(
-            f"The setup of cluster `{cluster}` failed",
-            hint=f"{see_log}, fix it and launch again, or `launcher down -c {cluster}`",
+            f"The setup of cluster `{cluster}` failed{quoted(lines)}",
+            hint=f"{see_log}, fix it and launch again, "
+            f"or `launcher down{provider.option} -c {cluster}`",
         )
-    last = f"`{lines[-1]}`" if lines else "its log is empty"
+    last = f"`{lines[-1].strip()}`" if lines else "its log is empty"
     return ProviderError(
         f"The server of cluster `{cluster}` exited before it was healthy: {last}", hint=see_log
     )
 
 
-def _last_lines(provider: Provider, cluster: str, run_id: str) -> list[str]:
+def quoted(lines: Sequence[str]) -> str:
+    """The lines of a setup's log that say why it failed, to follow a sentence.
+
+    They are the last error and what follows it, or the last lines if no error is marked.
+    """
+    end = next((at for at, line in enumerate(lines) if SETUP_FAILED in line), len(lines))
+    said = [_PREFIX.sub("", line) for line in lines[:end]]
+    said = [line for line in said if line.strip() and not line.startswith(INSTALLING)]
+    errors = [at for at, line in enumerate(said) if _ERROR.match(line)]
+    # uv's error is followed by ours, which alone says little: the last two.
+    shown = said[errors[-2 if len(errors) > 1 else -1] :] if errors else said[-5:]
+    return ":\n" + "\n".join(f"  {line[:500]}" for line in shown[:12]) if shown else ""
+
+
+def _last_lines(provider: Provider, cluster: str, run_id: str, count: int = 20) -> list[str]:
     out = io.StringIO()
-    provider.logs(cluster, run_id, follow=False, tail=20, out=out)
-    return [line.strip() for line in out.getvalue().splitlines() if line.strip()]
+    provider.logs(cluster, run_id, follow=False, tail=count, out=out)
+    return [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
+
+
+def write_price(provider: Provider, name: str) -> None:
+    """Tell the server what the cluster costs, for its page, which works without it too."""
+    with contextlib.suppress(LauncherError, OSError):
+        price = provider.cost(name).per_hour
+        if price > 0:
+            with provider.writer(name, f"{CLUSTER_STATE_DIR}/{PRICE}") as write:
+                write(f"{price:.4f}\n")

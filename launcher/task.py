@@ -9,10 +9,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kit.config import Location, read_yaml
+from kit.config import MAX_FAULTS
 from kit.errors import plural
 from kit.settings import read_env_file, variables
 from kit.state_dir import STATE_DIR
+from kit.yaml_files import Location, read_yaml, shortened
 from launcher.errors import TaskError
 from launcher.lease import AUTOSTOP, DEFAULTS, Lease
 from launcher.settings import OPTIONAL_SECRETS, Settings, generate_key
@@ -131,13 +132,13 @@ def _check(path: Path, config: Mapping[str, Any], lines: Mapping[Location, int])
         if key in _UNUSABLE_KEYS:
             faults.append(f"{at}`{key}` cannot be used: {_UNUSABLE_KEYS[key]}")
         elif key not in KEYS:
-            near = difflib.get_close_matches(str(key), KEYS, n=1)
+            near = difflib.get_close_matches(str(key)[:100], KEYS, n=1)
             faults.append(
-                f"{at}`{key}` is not a key of a task"
+                f"{at}`{shortened(str(key))}` is not a key of a task"
                 + (f", did you mean `{near[0]}`?" if near else "")
             )
         elif value is not None and not isinstance(value, KEYS[key]):
-            faults.append(f"{at}`{key}` cannot be `{value!r}`")
+            faults.append(f"{at}`{key}` cannot be `{shortened(repr(value))}`")
         elif key == "resources":
             faults += [f"{at}{fault}" for fault in _check_choices(config[key] or {})]
         elif key == "secrets" and not all(isinstance(name, str) for name in config[key] or ()):
@@ -145,7 +146,8 @@ def _check(path: Path, config: Mapping[str, Any], lines: Mapping[Location, int])
     if not config.get("run"):
         faults.append("`run` is required")
     if faults:
-        raise TaskError(f"`{path}` has {plural(len(faults), 'fault')}: " + "; ".join(faults))
+        told = faults[:MAX_FAULTS] + ["…"] * (len(faults) > MAX_FAULTS)
+        raise TaskError(f"`{path}` has {plural(len(faults), 'fault')}: " + "; ".join(told))
 
 
 def _require_values(path: Path, envs: Mapping[str, Any]) -> None:
@@ -182,7 +184,7 @@ def _check_numbers(path: Path, envs: Mapping[str, str]) -> None:
             Settings.model_validate({number: envs[names[number]]})
         except ValidationError as exc:
             raise TaskError(
-                f"`{path}` cannot have `{envs[names[number]]}` as `{names[number]}`",
+                f"`{path}` cannot have `{shortened(envs[names[number]])}` as `{names[number]}`",
                 hint=f"Give {expected}",
             ) from exc
 

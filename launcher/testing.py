@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import TextIO
+from typing import ClassVar, TextIO
 
 from kit.manifest import write_manifest
-from launcher.errors import ClusterNotFound, RunNotFound
+from launcher.errors import ClusterNotFound, LauncherError, RunNotFound
 from launcher.files import file_sizes, record_sent, removed_since, select
 from launcher.provider import (
     Check,
     ClusterInfo,
     Cost,
+    Price,
     Progress,
     Run,
     RunStatus,
@@ -29,6 +30,7 @@ from launcher.task import Task
 class FakeProvider:
     """Keeps clusters in a dictionary and every call on record. A run ends at once with `code`."""
 
+    option: ClassVar[str] = ""
     code: int = 0
     checkpoints: dict[str, bytes] = field(default_factory=dict)
     """Content of each LoRA, by its checkpoint's path, such as `demo/models/m/checkpoints/0001`."""
@@ -46,6 +48,8 @@ class FakeProvider:
     status: str = "up"
     """Status of every cluster."""
     spent: Cost = field(default_factory=lambda: Cost(1.5, 3.0, 0.5, None))
+    price_list: dict[tuple[str, int], Price] = field(default_factory=dict)
+    """Prices by name and number of cards; without any there is no catalog."""
     _sizes: dict[str, int] = field(default_factory=dict)
     _runs: dict[str, list[Run]] = field(default_factory=dict)
 
@@ -166,6 +170,11 @@ class FakeProvider:
 
     def ports_record(self, name: str) -> Path:
         return Path.home() / f"fake-{name}-ports.json"
+
+    def prices(self) -> Mapping[tuple[str, int], Price]:
+        if not self.price_list:
+            raise LauncherError("there is no catalog")
+        return self.price_list
 
     def checks(self) -> list[Check]:
         return [Check("fake", True, "it works")]

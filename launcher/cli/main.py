@@ -1,11 +1,11 @@
 """`launcher`: the program on the laptop. Commands parse, call and print; nothing else.
 
-This module has the commands that change a cluster. Those for runs are in `runs`, and those that
-report on a cluster in `reports`.
+This module has the commands that change a cluster. Those for runs are in `runs`, those that
+report on a cluster in `reports`, and those that bring its server here in `tunnel`.
 """
 
-import contextlib
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -13,6 +13,9 @@ import click
 
 import kit.cli
 from kit.cli import data, note
+from kit.state_dir import names_in_path
+from launcher.cli.init import init
+from launcher.cli.machines import options_for
 from launcher.cli.reports import (
     as_json,
     cost,
@@ -28,9 +31,9 @@ from launcher.cli.reports import (
 )
 from launcher.cli.runs import cancel, run
 from launcher.cli.target import Target, on_cluster
+from launcher.cli.tasks import tasks
+from launcher.cli.tunnel import open_page, tunnel
 
-LARGE = 200_000_000
-"""Size of a workdir, in bytes, above which `sync` warns."""
 SHOWN = 20
 """How many sent and how many removed files `sync` lists."""
 
@@ -42,7 +45,7 @@ def cli() -> None:
 
     \b
     Example:
-      launcher up sky/art-cpu.yaml
+      launcher up art-cpu
       launcher tunnel
       launcher pull
       launcher down
@@ -68,6 +71,16 @@ def cli() -> None:
     help="Spend at most this much.",
 )
 @click.option("--no-lease", is_flag=True, help="Run, and cost money, until `launcher down`.")
+@click.option(
+    "--for", "model", metavar="MODEL", help="Load MODEL, on the cheapest GPUs that hold it."
+)
+@click.option(
+    "--from",
+    "checkpoint",
+    type=Path,
+    metavar="DIR",
+    help="Serve the pulled checkpoint in DIR, and train nothing.",
+)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[TASK] [SKY ARGUMENT]...")
 def up(
     target: Target,
@@ -76,12 +89,16 @@ def up(
     idle_minutes: float | None,
     max_cost: float | None,
     no_lease: bool,
+    model: str | None,
+    checkpoint: Path | None,
     arguments: tuple[str, ...],
 ) -> None:
     """Bring a cluster up with TASK and wait until its server is healthy.
 
-    TASK is `sky/art.yaml` by default, or `sky/art-cpu.yaml` with --local. All other arguments go
-    to `sky launch`, and the variables of --env-file also go to the task. Safe to repeat.
+    TASK is a file, or the name of a task in `launcher tasks`; by default `art`, or `art-cpu` with
+    --local. The current directory goes to the cluster as its workdir, and the dependencies of the
+    project in it get an environment beside the server's. All other arguments go to `sky launch`,
+    and the variables of --env-file also go to the task. Safe to repeat.
 
     The cluster stops itself at the end of its lease: after --max-hours, when idle, or at
     --max-cost. `.env` can change the defaults.
@@ -89,25 +106,45 @@ def up(
     \b
     Example:
       launcher up
-      launcher up sky/art-cpu.yaml -c rehearsal --infra slurm
+      launcher up art-cpu -c rehearsal --infra slurm
       launcher up --local --env BASE_MODEL=tiny-random
-      launcher up --max-cost 20
+      launcher up --for Qwen/Qwen2.5-7B-Instruct --max-cost 20
+      launcher up --local --from checkpoints/demo/models/demo/checkpoints/0008
     """
+    from launcher.checkpoints import base_model_of, with_checkpoint
     from launcher.lease import Lease
     from launcher.task import Task
 
     cluster = target.cluster
     path, rest = _split(arguments, target.local)
+    planned: dict[str, str] = {}
+    given = dict(map(_assignment, envs))
+    if (model or checkpoint) and "BASE_MODEL" in given:
+        flag = "--for" if model else "--from"
+        raise click.UsageError(f"`{flag}` sets BASE_MODEL: remove it from `--env`")
+    if checkpoint is not None:
+        planned["BASE_MODEL"] = base_model_of(checkpoint)
+        if model not in (None, planned["BASE_MODEL"]):
+            base = planned["BASE_MODEL"]
+            raise click.UsageError(f"`{checkpoint}` was trained from `{base}`: use `--for {base}`")
+    if model is not None:
+        gpus, planned = options_for(target, model, rest)
+        rest += gpus
     lease = Lease(max_hours, idle_minutes, max_cost, no_lease)
     task = Task.load(
         path,
         cluster.settings,
         env_file=target.env_file,
-        envs=dict(map(_assignment, envs)),
+        envs={**planned, **given},
         lease=lease,
     )
-    options = [*lease.options, *(["--env"] if envs else [])]
+    if checkpoint is not None:
+        task = with_checkpoint(task, checkpoint)
+    flags = {"--env": envs, "--for": model, "--from": checkpoint}
+    options = [*lease.options, *(flag for flag, value in flags.items() if value)]
     log = None if target.local else sys.stderr
+    # Like Ctrl-C: the launch says what it leaves behind.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     if not cluster.up(task, rest, progress=note, log=log, options=options):
         note("Nothing was launched")
         return
@@ -116,7 +153,10 @@ def up(
     if not target.local:
         note(f"Log in with `ssh {cluster.name}`")
         note(f"End it with `launcher down{where}`, which pulls first; `sky down` does not")
-    note(f"Next: `launcher tunnel{where}`, then train and `launcher pull{where}`")
+    if checkpoint is not None:
+        note(f"Next: `launcher tunnel{where}`, then `trainer chat {names_in_path(checkpoint)[1]}`")
+    else:
+        note(f"Next: `launcher tunnel{where}`, then train and `launcher pull{where}`")
 
 
 @cli.command()
@@ -136,15 +176,11 @@ def sync(target: Target, as_json: bool, workdir: Path) -> None:
       launcher sync --json
     """
     from launcher.files import file_sizes, select
+    from launcher.project import size_warning
 
     files = select(workdir)
-    sizes = file_sizes(workdir, files)
-    if sum(sizes.values()) > LARGE:
-        largest = max(sizes, key=lambda name: sizes[name])
-        note(
-            f"warning: `{workdir}` is {megabytes(sum(sizes.values()))}, `{largest}` alone "
-            f"{megabytes(sizes[largest])}; exclude files with `.gitignore` or `.skyignore`"
-        )
+    if warning := size_warning(workdir, file_sizes(workdir, files)):
+        note(warning)
     sent = target.cluster.sync(workdir, files)
     if as_json:
         data(vars(sent))
@@ -158,47 +194,6 @@ def sync(target: Target, as_json: bool, workdir: Path) -> None:
 
 @cli.command()
 @on_cluster
-@click.option(
-    "--port", type=click.IntRange(1, 65535), metavar="PORT", help="Local port of the control API."
-)
-@click.option(
-    "--openai-port",
-    type=click.IntRange(1, 65535),
-    metavar="PORT",
-    help="Local port of the OpenAI API.",
-)
-@as_json
-def tunnel(target: Target, port: int | None, openai_port: int | None, as_json: bool) -> None:
-    """Forward the server's two ports to this machine.
-
-    Prints the environment variables for clients once the server answers, and runs until you press
-    Ctrl-C. Do not change --openai-port for openpipe-art: it connects to the port that the server
-    reports.
-
-    \b
-    Example:
-      launcher tunnel
-      launcher tunnel --port 17999 --openai-port 18000
-    """
-    from launcher.endpoints import wait_until_healthy, wait_while_healthy
-
-    cluster = target.cluster
-    ports = cluster.ports
-    with cluster.tunnel(port or ports[0], openai_port or ports[1]) as endpoints:
-        wait_until_healthy(endpoints, cluster.name)
-        if as_json:
-            data({**vars(endpoints), "variables": endpoints.exports()})
-        else:
-            for variable, value in endpoints.exports().items():
-                click.echo(f"export {variable}={value}")
-        sys.stdout.flush()
-        note("The tunnel is open; press Ctrl-C to close it")
-        with contextlib.suppress(KeyboardInterrupt):
-            wait_while_healthy(endpoints, cluster.name)
-
-
-@cli.command()
-@on_cluster
 @save_to
 @click.option("--discard", is_flag=True, help="Do not pull the checkpoints first.")
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
@@ -207,13 +202,16 @@ def down(target: Target, to: Path, discard: bool, yes: bool, as_json: bool) -> N
     """Pull the checkpoints, then tear the cluster down.
 
     Stops if a checkpoint is damaged or cannot be pulled; --discard skips the pull. Shows what the
-    cluster cost. Safe to repeat, and on a cluster that was not fully created.
+    cluster cost, and writes a report beside the checkpoints of each run. Safe to repeat, and on a
+    cluster that was not fully created.
 
     \b
     Example:
       launcher down
       launcher down -c art --discard --yes
     """
+    from launcher.report import write_reports
+
     cluster = target.cluster
     loss = " and lose the checkpoints that were not pulled" if discard else ""
     if not yes:
@@ -226,21 +224,26 @@ def down(target: Target, to: Path, discard: bool, yes: bool, as_json: bool) -> N
     if pulled or not discard:
         summarize(pulled, to)
     note(f"Cluster `{cluster.name}` is gone" + (f"; {dollars(spent)}" if spent else ""))
+    # After the teardown: nothing in a report can keep a cluster up.
+    for report in write_reports(pulled, to):
+        note(f"Report: {report}")
 
 
 def _split(arguments: tuple[str, ...], local: bool) -> tuple[Path, list[str]]:
     """Split `arguments` into the task and those for `sky launch`."""
+    from launcher.packaged import find_task
+
     positional, options = list(arguments), list[str]()
+    default = "sky/art-cpu.yaml" if local else "sky/art.yaml"
     if any(argument.startswith("-") for argument in arguments):
         if local:
-            return Path("sky/art-cpu.yaml"), list(arguments)  # the provider names and refuses them
+            return find_task(default), list(arguments)  # the provider names and refuses them
         from launcher.skypilot.door import split_arguments
 
         positional, options = split_arguments(arguments)
     if len(positional) > 1:
         raise click.UsageError(f"`{positional[1]}` is a second task: give only one")
-    default = "sky/art-cpu.yaml" if local else "sky/art.yaml"
-    return Path(positional[0] if positional else default), options
+    return find_task(positional[0] if positional else default), options
 
 
 def _assignment(text: str) -> tuple[str, str]:
@@ -256,7 +259,7 @@ def _assignment(text: str) -> tuple[str, str]:
     return name, value if separator else os.environ[name]
 
 
-for _command in (run, cancel, ls, logs, pull, cost, doctor):
+for _command in (init, tunnel, open_page, run, cancel, tasks, ls, logs, pull, cost, doctor):
     cli.add_command(_command)
 
 

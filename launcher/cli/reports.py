@@ -173,19 +173,30 @@ def cost(target: Target, as_json: bool) -> None:
 
 @click.command()
 @on_cluster
+@click.option("--prices", is_flag=True, help="List what cards cost, by SkyPilot's catalogs.")
 @as_json
-def doctor(target: Target, as_json: bool) -> None:
-    """Check everything that a launch needs.
+@click.argument("model", required=False)
+def doctor(target: Target, as_json: bool, prices: bool, model: str | None) -> None:
+    """Check everything that a launch needs, or which cards hold MODEL.
 
-    Suggests a fix for each problem, and exits with 1 if there is one.
+    Suggests a fix for each problem, and exits with 1 if there is one. With MODEL, a directory or a
+    hub id, lists the cards that can sample and train it, with their prices and the cheapest first,
+    and exits with 1 if there is none.
 
     \b
     Example:
       launcher doctor
-      launcher doctor --json
+      launcher doctor Qwen/Qwen2.5-7B-Instruct
     """
+    from launcher.cli.machines import show_cards, show_prices
     from launcher.doctor import examine
 
+    if prices and model:
+        raise click.UsageError("`--prices` lists all cards: remove it, or MODEL")
+    if prices:
+        return show_prices(target, as_json)
+    if model is not None:
+        return show_cards(target, model, as_json)
     checks = examine(target.cluster, target.env_file)
     if as_json:
         keys = {"message": "told"}  # the name that scripts rely on

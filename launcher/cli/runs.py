@@ -17,7 +17,7 @@ from launcher.lease import describe_lease
 @on_cluster
 @click.option("--wait", is_flag=True, help="Show the output and exit with the command's code.")
 @click.option("--managed", is_flag=True, help="Run on a new cluster, replaced if it is lost.")
-@click.option("--task", type=Path, metavar="TASK", help="Managed: the server.  [sky/art.yaml]")
+@click.option("--task", metavar="TASK", help="Managed: the server.  [art]")
 @click.option("--state-dir", metavar="DIR", help="Managed: checkpoints on a shared disk.")
 @as_json
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -25,7 +25,7 @@ def run(
     target: Target,
     wait: bool,
     managed: bool,
-    task: Path | None,
+    task: str | None,
     state_dir: str | None,
     as_json: bool,
     command: tuple[str, ...],
@@ -45,12 +45,14 @@ def run(
     Example:
       launcher run python train.py --steps 100
       launcher run --wait 'nvidia-smi; df -h'
-      launcher run --managed --task sky/art.yaml python train.py
+      launcher run --managed --task art python train.py
     """
     if wait and as_json:
         raise click.UsageError("with `--wait`, stdout is the command's output: remove `--json`")
     if managed:
-        path = task or Path("sky/art.yaml")
+        from launcher.packaged import find_task
+
+        path = find_task(task or "sky/art.yaml")
         return _run_managed(target, path, state_dir, command, wait, as_json)
     if task or state_dir:
         raise click.UsageError("`--task` and `--state-dir` work only with `--managed`")

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import ClassVar, TextIO
 
 from launcher.errors import ClusterNotFound, LauncherError, ProviderError, RunNotFound
 from launcher.files import (
@@ -35,6 +35,7 @@ from launcher.provider import (
     Check,
     ClusterInfo,
     Cost,
+    Price,
     Progress,
     Run,
     RunStatus,
@@ -49,6 +50,8 @@ SEED_ENVIRONMENT = "ART_SEED_ENVIRONMENT"
 
 class LocalProvider:
     """Clusters that are directories on this machine."""
+
+    option: ClassVar[str] = " --local"
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = root or Path.home() / ".art-cluster" / "clusters"
@@ -203,6 +206,11 @@ class LocalProvider:
 
     def ports_record(self, name: str) -> Path:
         return self.root / name / "ports.json"
+
+    def prices(self) -> Mapping[tuple[str, int], Price]:
+        raise LauncherError(
+            "A local cluster costs nothing", hint="Leave out `--local` for the prices of clouds"
+        )
 
     def checks(self) -> list[Check]:
         return []  # needs nothing but this machine

@@ -29,14 +29,29 @@ def make_run(runs: Path, label: str) -> Path:
 
 
 def read_run(directory: Path) -> Run:
-    label = json.loads((directory / "about.json").read_text())["name"]
+    label = _label(directory)
     pid = _pid(directory)  # before the exit code: a process that has ended has written it
     if (directory / "exit").is_file():
-        code = int((directory / "exit").read_text())
+        code = _exit_code(directory)
         status = RunStatus.SUCCEEDED if code == 0 else RunStatus.FAILED
     else:
         status = RunStatus.RUNNING if pid else RunStatus.CANCELLED
     return Run(directory.name, label, status)
+
+
+def _label(directory: Path) -> str:
+    """The run's name. One that cannot be read any more hides no run: `down` has to end it."""
+    try:
+        return str(json.loads((directory / "about.json").read_text())["name"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return "unknown"
+
+
+def _exit_code(directory: Path) -> int:
+    try:
+        return int((directory / "exit").read_text())
+    except ValueError:
+        return 1  # it ended, and nobody knows how
 
 
 def _pid(directory: Path) -> int | None:

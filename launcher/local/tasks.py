@@ -23,7 +23,7 @@ def check_task(task: Task) -> None:
     if unsupported:
         raise TaskError(
             f"`{task.path}` needs {unsupported[0]}, which a local cluster does not support",
-            hint="Use `sky/art-cpu.yaml`, unset `ART_BUCKET`, or remove `--local`",
+            hint="Use the task `art-cpu`, unset `ART_BUCKET`, or remove `--local`",
         )
 
 

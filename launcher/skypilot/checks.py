@@ -2,6 +2,7 @@
 
 import importlib.metadata
 
+from kit.package_data import how_to_install
 from launcher.errors import LauncherError
 from launcher.provider import Check
 from launcher.skypilot.door import ANY, sky, translated
@@ -17,16 +18,16 @@ _QUOTA = {
 
 def checks() -> list[Check]:
     """Check SkyPilot layer by layer, and skip the checks that depend on a failed one."""
+    skypilot = sky()  # raises if it is not installed
     version = importlib.metadata.version("skypilot")
     found = [
         Check(
             "SkyPilot",
             version.startswith(_VERSION),
             f"version {version}; the launcher is built for {_VERSION}",
-            "Install it with `scripts/install`",
+            how_to_install("sky"),
         )
     ]
-    skypilot = sky()
     try:
         with translated(ANY):
             # Starts a local API server if none runs, like every other command.

@@ -5,6 +5,7 @@ SkyPilot's SDK queues requests: a call returns a request id, and `sky.get` raise
 
 import contextlib
 import errno
+import functools
 import importlib
 import io
 import operator
@@ -13,9 +14,11 @@ import re
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from kit.errors import KitError, NotInstalled
+from kit.package_data import how_to_install
 from launcher.errors import (
     ClusterNotFound,
     LauncherError,
@@ -87,6 +90,8 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def sky() -> Any:
     """Return SkyPilot. Importing it takes seconds, so call this only where it is needed."""
+    if _replacement is None:
+        _wake_api_server()
     return _module()
 
 
@@ -108,11 +113,16 @@ def replaced(skypilot: Fake) -> Iterator[Fake]:
 
 def installed(module: str = "") -> Any:
     """Import the installed SkyPilot, or a module of it that `import sky` may leave out."""
-    import sky as skypilot
-
+    missing = NotInstalled("SkyPilot is not installed", hint=how_to_install("sky"))
+    try:
+        import sky as skypilot
+    except ModuleNotFoundError as exc:
+        if exc.name != "sky":
+            raise
+        raise missing from exc
     if getattr(skypilot, "__file__", None) is None:
-        # Without SkyPilot, Python takes our folder of task YAMLs for the package.
-        raise NotInstalled("SkyPilot is not installed", hint="Install it with `scripts/install`")
+        # In a clone without SkyPilot, Python takes our folder of task YAMLs for the package.
+        raise missing
     return importlib.import_module(f"sky.{module}") if module else skypilot
 
 
@@ -167,6 +177,26 @@ def _ours(exc: Exception, cluster: str) -> LauncherError:
     error, message, hint = next((_ERRORS[name] for name in names if name in _ERRORS), default)
     values = {"cluster": cluster, "reason": reason}
     return error(message.format_map(values), hint=hint and hint.format_map(values))
+
+
+@functools.cache
+def _wake_api_server() -> None:
+    """Start SkyPilot's API server if none answers.
+
+    On a very busy machine it may end while it starts. Every call of the SDK starts it too, so the
+    next call is the second attempt, and reports the error.
+    """
+    _hide_requests()
+    with contextlib.suppress(LauncherError), translated(ANY):
+        _module("server.common").check_server_healthy_or_start_fn()
+
+
+def _hide_requests() -> None:
+    """Let only this user read SkyPilot's database of requests, which holds the secrets of each."""
+    with contextlib.suppress(OSError):  # it belongs to somebody else, or the disk is read-only
+        directory = Path("~/.sky/api_server").expanduser()
+        directory.mkdir(parents=True, exist_ok=True)
+        directory.chmod(0o700)
 
 
 @contextlib.contextmanager

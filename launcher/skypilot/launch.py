@@ -1,6 +1,7 @@
 """Launches with SkyPilot: collect what a plan depends on, then send the plan."""
 
 import contextlib
+import io
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -10,12 +11,13 @@ from typing import Any
 import yaml
 
 from launcher.errors import LauncherError, ProviderError
-from launcher.files import record_sent, select
+from launcher.files import record_sent, select, sendable
 from launcher.lease import hours_within
 from launcher.provider import SETUP, Cost, Run, RunStatus, live_server
 from launcher.skypilot import runs as sky_runs
 from launcher.skypilot.door import ANY, launch_command, parse, sky, translated
 from launcher.skypilot.plan import LaunchPlan, Route, plan_launch, requested_clouds
+from launcher.startup import quoted
 from launcher.state import sent_record
 from launcher.task import Task
 
@@ -43,7 +45,10 @@ def launch(
         if plan.route is Route.SETUP_FIRST and record is not None:
             setup_run = _interrupted_setup(name)
         if setup_run is None:
-            path.write_text(yaml.safe_dump(plan.launch_config(), sort_keys=False))
+            config = plan.launch_config()
+            if plan.workdir is not None:
+                config["workdir"] = sendable(name, plan.workdir)
+            path.write_text(yaml.safe_dump(config, sort_keys=False))
             context.params["name"] = plan.name_option
             _invoke(name, command, context)
     if plan.dry_run:
@@ -154,15 +159,28 @@ def _interrupted_setup(name: str) -> Run | None:
 
 def _wait_for_setup(name: str, run: Run) -> None:
     """Show the output of the setup until it ends."""
-    skypilot = sky()
+    skypilot, shown = sky(), _Shown()
     with translated(name):
-        code = skypilot.tail_logs(name, int(run.id), follow=True, output_stream=sys.stderr)
+        code = skypilot.tail_logs(name, int(run.id), follow=True, output_stream=shown)
     if code:
         raise ProviderError(
-            f"The setup of cluster `{name}` failed",
+            f"The setup of cluster `{name}` failed{quoted(shown.end.splitlines())}",
             hint="Its output is above; fix it and launch again, "
             f"or end the cluster with `launcher down -c {name}`",
         )
+
+
+class _Shown(io.TextIOBase):
+    """Writes to stderr, and remembers the end of it."""
+
+    end = ""
+
+    def write(self, text: str) -> int:
+        self.end = (self.end + text)[-20_000:]
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
 
 
 def _server_share(name: str) -> dict[str, Any]:

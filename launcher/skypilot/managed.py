@@ -9,14 +9,16 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from kit.state_dir import STATE_DIR
 from launcher.endpoints import Endpoints
 from launcher.errors import LauncherError, ProviderError, TaskError
-from launcher.files import refuse_unignored_env_file
-from launcher.provider import CLUSTER_STATE_DIR, WORKDIR, Run, RunStatus
+from launcher.files import refuse_unignored_env_file, sendable
+from launcher.provider import ACTIVATE, CLUSTER_STATE_DIR, WORKDIR, Run, RunStatus
 from launcher.settings import Settings
+from launcher.shipping import with_kit
 from launcher.skypilot.door import log_stream, sky, translated
 from launcher.task import Task
 
@@ -47,7 +49,8 @@ for port in {ports}; do
     sleep 1
   done
 done
-bash -c {command} & command=$!
+( {activate}
+bash -c {command} ) & command=$!
 wait -n $server $command
 code=$?
 if kill -0 $command 2>/dev/null; then
@@ -62,8 +65,10 @@ exit $code
 
 def start(task: Task, command: str, settings: Settings, *, state_dir: str | None) -> str:
     """Start `command` and the task's server on a new cluster, and return the run's id."""
-    config = _config(task, command, settings, state_dir)
+    config = _config(with_kit(task), command, settings, state_dir)
     refuse_unignored_env_file(config.get("workdir"))
+    if isinstance(config.get("workdir"), str):
+        config["workdir"] = sendable(task.name, Path(config["workdir"]))
     skypilot = sky()
     with translated(task.name):
         job = skypilot.Task.from_yaml_config(
@@ -152,7 +157,7 @@ def _config(task: Task, command: str, settings: Settings, state_dir: str | None)
     if (nodes := config.get("num_nodes") or 1) > 1:
         raise TaskError(
             f"`{task.path}` requests {nodes} machines, but a managed run has one",
-            hint="Use `sky/art.yaml` or `sky/art-multi-gpu.yaml`, or leave `--managed` out",
+            hint="Use the task `art` or `art-multi-gpu`, or leave `--managed` out",
         )
     mounts = dict(config.get("file_mounts") or {})
     state = ""
@@ -180,6 +185,7 @@ def _config(task: Task, command: str, settings: Settings, state_dir: str | None)
         state=state,
         server=config["run"],
         ports=f"{settings.port} {settings.openai_port}",
+        activate=ACTIVATE,
         command=shlex.quote(exports + command),
     )
     return {**config, "file_mounts": mounts, "resources": resources, "run": run}

@@ -4,11 +4,11 @@ import contextlib
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 from launcher.errors import ClusterNotFound, LauncherError, ProviderError, Unreachable
 from launcher.files import record_sent, refuse_unignored_env_file, removed_since
-from launcher.provider import RUN, WORKDIR, Check, ClusterInfo, Cost, Progress, Run, Sent
+from launcher.provider import RUN, WORKDIR, Check, ClusterInfo, Cost, Price, Progress, Run, Sent
 from launcher.skypilot import launch as sky_launch
 from launcher.skypilot import runs as sky_runs
 from launcher.skypilot import scripts
@@ -23,6 +23,8 @@ _UPLOADS_S = 1800
 
 class SkyProvider:
     """Clusters that SkyPilot rents: on a cloud, on Kubernetes or on Slurm."""
+
+    option: ClassVar[str] = ""
 
     def launch(
         self,
@@ -125,12 +127,17 @@ class SkyProvider:
         return Cost(so_far, so_far / hours if hours else 0.0, hours, self._lease_ends(name))
 
     def _lease_ends(self, name: str) -> float | None:
-        with contextlib.suppress(LauncherError, ValueError):
-            return float(Remote(name).run(f"cat ~/{scripts.LEASE_ENDS}"))
+        with contextlib.suppress(LauncherError, ValueError, IndexError):
+            return float(Remote(name).run(f"cat ~/{scripts.LEASE_ENDS}").split()[0])
         return None
 
     def ports_record(self, name: str) -> Path:
         return home() / "ports" / f"{name}.json"
+
+    def prices(self) -> Mapping[tuple[str, int], Price]:
+        from launcher.skypilot.prices import prices
+
+        return prices()
 
     def checks(self) -> list[Check]:
         from launcher.skypilot.checks import checks

@@ -2,20 +2,31 @@
 
 import shlex
 
-from launcher.provider import SETUP_FAILED, WORKDIR
+from kit.state_dir import PULLED
+from launcher.provider import ACTIVATE, CLUSTER_STATE_DIR, SETUP_FAILED, WORKDIR
 
 EXIT_CODES = ".art-cluster/exit-codes"
 """Directory below the cluster's home with one file per finished run."""
 LEASE_ENDS = ".art-cluster/lease-ends"
-"""File below the cluster's home: when the lease ends, in seconds since 1970."""
+"""File below the cluster's home: when the lease ends, in seconds since 1970.
 
-# Makes `trainer` available in login shells. On Slurm such a shell reads the .bashrc of the account,
-# and by then SkyPilot's line in it has set HOME to the cluster's directory.
+Three more words let a run find the time that is left although the wall clock was changed: the
+seconds of the lease, the id of the machine's boot, and the end in seconds since that boot.
+"""
+OVERTIME_S = 600
+"""Seconds after the end of the lease when a server that did not exit by itself is killed."""
+PULL_FRESH_S, PULL_MAX_S = 150, 3600
+"""A pull runs while its mark is this fresh. The cluster waits this long for it at most."""
+
+# Makes the project's programs and `trainer` available in login shells. On Slurm such a shell reads
+# the .bashrc of the account; by then SkyPilot's line in it has set HOME to the cluster's directory.
 _ACTIVATE = f"""
-line='[ ! -f ~/{WORKDIR}/.venv/bin/activate ] || . ~/{WORKDIR}/.venv/bin/activate'
+line='{ACTIVATE}'
 rc=$(getent passwd "$(id -u)" | cut -d: -f6)/.bashrc
 grep -qxF "$line" "$rc" 2>/dev/null || printf '%s\\n' "$line" >>"$rc"
 """
+# Where SkyPilot writes the script of each job, with its secrets, for every user to read.
+_HIDE_JOBS = "chmod -f 700 ~/.sky/sky_app\n"
 _ENTER = f"[ ! -d ~/{WORKDIR} ] || cd ~/{WORKDIR}\n"
 # A subshell, so that the setup cannot change the server's shell. It is not the left side of `||`,
 # which would turn off its `set -e`. The variables are those that SkyPilot gives to a setup.
@@ -34,8 +45,26 @@ left=$(awk -v hours="${{ART_MAX_HOURS:-0}}" 'BEGIN {{ printf "%%d", hours * 3600
 if [ $left = 0 ]; then
   rm -f ~/{LEASE_ENDS}
 else
-%s  echo $(( $(date +%%s) + left )) >~/{LEASE_ENDS}
+%s  boot=$(cat /proc/sys/kernel/random/boot_id 2>/dev/null || echo unknown)
+  up=$(cut -d. -f1 /proc/uptime 2>/dev/null || echo 0)
+  echo $(( $(date +%%s) + left )) $left $boot $(( up + left )) >~/{LEASE_ENDS}
 fi
+"""
+# `timeout` is a process of its own: it ends the server even if that is stopped or hangs. It sends
+# SIGTERM and SIGCONT, and SIGKILL 30 seconds later. Functions of this shell, such as `conda`, are
+# exported, because the server gets a shell of its own.
+_SERVE = """\
+export -f $(compgen -A function)
+timeout --kill-after=30 $(( left ? left + %d : 0 )) bash -c %s
+code=$?
+"""
+# Until this script ends, SkyPilot does not end the cluster. Rounds are counted instead of seconds,
+# so that a change of the clock does not matter.
+_WAIT_FOR_PULL = f"""\
+pull_runs() {{ [ -n "$(find ~/{CLUSTER_STATE_DIR}/{PULLED} -newermt '-{PULL_FRESH_S} seconds' \
+  ! -newermt '+{PULL_FRESH_S} seconds' 2>/dev/null)" ]; }}
+for _ in $(seq {PULL_MAX_S // 5}); do pull_runs || break; sleep 5; done
+(exit $code)
 """
 _SUBTRACT_SETUP = """\
   left=$(( left - SECONDS )); [ $left -gt 0 ] || left=1
@@ -44,15 +73,16 @@ _SUBTRACT_SETUP = """\
 
 
 def server(run: str, setup: str | None, *, hours_include_setup: bool) -> str:
-    """Set up, start the lease of `$ART_MAX_HOURS`, and serve.
+    """Set up, start the lease of `$ART_MAX_HOURS`, serve, and let a running pull finish.
 
     With `hours_include_setup` the time of the setup counts towards the lease.
     """
-    parts = [_ACTIVATE, _ENTER]
+    parts = [_HIDE_JOBS, _ACTIVATE, _ENTER]
     if setup:
         parts += [_SETUP % (setup, SETUP_FAILED), _ENTER]
     parts.append(_START_LEASE % (_SUBTRACT_SETUP if hours_include_setup else ""))
-    return "".join([*parts, run])
+    parts += [_SERVE % (OVERTIME_S, shlex.quote(run)), _WAIT_FOR_PULL]
+    return "".join(parts)
 
 
 def run(command: str) -> str:
@@ -63,8 +93,14 @@ def run(command: str) -> str:
     bucket is open, and the server next to the run keeps its logs open.
     """
     return (
-        f"ends=$(cat ~/{LEASE_ENDS} 2>/dev/null || echo 0)\n"
-        "left=$(( ends ? ends - $(date +%s) : 0 )); [ $left -ge 0 ] || left=1\n"
+        f"{{ read -r ends lease boot up_ends <~/{LEASE_ENDS}; }} 2>/dev/null || ends=0\n"
+        "left=$(( ends ? ends - $(date +%s) : 0 ))\n"
+        # Another machine of the cluster has another boot: there the wall clock has to do.
+        'if [ -n "$boot" ] && [ "$boot" = "$(cat /proc/sys/kernel/random/boot_id)" ]; then\n'
+        "  left=$(( up_ends - $(cut -d. -f1 /proc/uptime) ))\n"
+        "fi\n"
+        '[ "$ends" = 0 ] || [ $left -gt 0 ] || left=1\n'
+        '[ -z "$lease" ] || [ $left -le $lease ] || left=$lease\n'
         f"timeout --kill-after=30 $left bash -c {shlex.quote(command)}\n"
         f"code=$?\nmkdir -p ~/{EXIT_CODES}\n"
         f"echo $code >~/{EXIT_CODES}/$SKYPILOT_INTERNAL_JOB_ID\nexit $code\n"

@@ -130,6 +130,8 @@ class FakeSky:
     managed: FakeQueue = field(default_factory=FakeQueue)
     costs: list[dict[str, Any]] = field(default_factory=list)
     """The rows that `cost_report` returns."""
+    catalogs: dict[str, list[SimpleNamespace]] = field(default_factory=dict)
+    """What each cloud offers, as `InstanceTypeInfo`; the catalog of another cloud is missing."""
     requests: list[FakeRequest] = field(default_factory=list)
     launched: list[SimpleNamespace] = field(default_factory=list)
     """Calls of `sky launch`: the task's `config`, and the `options` by parameter name."""
@@ -196,6 +198,16 @@ class FakeSky:
 
     def enabled_clouds(self) -> str:
         return self.request("enabled_clouds", None, lambda: list(self.clouds))
+
+    def list_accelerators(self, gpus_only: bool = True, clouds: list[str] | None = None) -> str:
+        def listed() -> dict[str, list[SimpleNamespace]]:
+            offers = [offer for cloud in clouds or () for offer in self.catalogs[cloud]]
+            return {
+                name: [one for one in offers if one.accelerator_name == name]
+                for name in {one.accelerator_name for one in offers}
+            }
+
+        return self.request("list_accelerators", None, listed)
 
     def status(self, cluster_names: list[str] | None = None, refresh: str = "NONE") -> str:
         names = list(self.records) if cluster_names is None else cluster_names

@@ -5,6 +5,7 @@ for each cluster. Fabric's `get` and `put` need SFTP, which Slurm lacks.
 """
 
 import contextlib
+import functools
 import logging
 import shlex
 import socket
@@ -13,9 +14,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import IO, TYPE_CHECKING, TextIO
 
 from kit.errors import NotInstalled
+from kit.package_data import how_to_install
 from launcher.errors import RemoteError, Unreachable
 from launcher.provider import Progress, Sent
 from launcher.ssh import rsync
@@ -25,11 +27,11 @@ if TYPE_CHECKING:
     from fabric import Connection
     from paramiko import SSHConfig
 
+_WATCHED = ("-q", "-oServerAliveInterval=15")  # notices a connection that is lost
 # Prefer ciphers with hardware support: the slower end limits how fast checkpoints travel. The
 # default ciphers stay available.
 _TRANSFER_OPTIONS = (
-    "-q",
-    "-oServerAliveInterval=15",
+    *_WATCHED,
     "-oCiphers=^aes128-gcm@openssh.com,aes256-gcm@openssh.com",
 )
 # Seconds for each attempt to connect. The first is short, because a machine that no longer exists
@@ -51,9 +53,7 @@ class Remote:
             from invoke.exceptions import UnexpectedExit
             from paramiko import SSHConfig, SSHException
         except ImportError as exc:
-            raise NotInstalled(
-                "Fabric is not installed", hint="Install it with `scripts/install`"
-            ) from exc
+            raise NotInstalled("Fabric is not installed", hint=how_to_install("sky")) from exc
         config = SSHConfig.from_path(str(self.ssh_config))
         # Paramiko ignores `SetEnv`, which on Slurm selects the cluster's home.
         name, _, value = config.lookup(self.cluster).get("setenv", "").partition("=")
@@ -109,23 +109,29 @@ class Remote:
         """See `Provider.writer`. It does not report whether the text arrived: read the file."""
         self._require_alias()
         folder, file = shlex.quote(str(Path(path).parent)), shlex.quote(path)
+        # Each text follows its length, so that one that is cut off does not replace the file.
         script = (
-            f"mkdir -p {folder} && cat >{file}.new && test -s {file}.new && mv {file}.new {file}"
+            f"mkdir -p {folder} && while read -r length; do "
+            f'head -c "$length" >{file}.new && test "$(wc -c <{file}.new)" -eq "$length" '
+            f"&& mv {file}.new {file}; done"
         )
         process = subprocess.Popen(
-            ["ssh", "-F", str(self.ssh_config), "-q", self.cluster, script],
+            ["ssh", "-F", str(self.ssh_config), *_WATCHED, self.cluster, script],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            text=True,
         )
+        assert process.stdin
         try:
-            yield lambda text: _send_input(process, text)
+            yield functools.partial(_send_text, process.stdin)
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                process.stdin.close()
+                process.wait(30)
         finally:
             process.kill()
             process.wait()
             with contextlib.suppress(OSError):
-                process.stdin.close()  # type: ignore[union-attr]
+                process.stdin.close()
 
     def fetch(
         self,
@@ -217,9 +223,11 @@ class Remote:
             )
 
 
-def _send_input(process: "subprocess.Popen[str]", text: str) -> None:
-    with contextlib.suppress(OSError, ValueError, subprocess.TimeoutExpired):
-        process.communicate(text, timeout=30)
+def _send_text(pipe: IO[bytes], text: str) -> None:
+    data = text.encode()
+    with contextlib.suppress(OSError):
+        pipe.write(b"%d\n" % len(data) + data)
+        pipe.flush()
 
 
 def free_port() -> int:
