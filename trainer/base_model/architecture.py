@@ -4,12 +4,12 @@ Every supported family is the same decoder with a few switches, so one assembly 
 unsupported family or switch raises an error that names it.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.base_model.json_files import AGAIN, Numbers, read_object
 from trainer.errors import ModelError
 
 # model_type in config.json -> whether q, k and v have a bias, and whether q and k are normed.
@@ -60,50 +60,55 @@ class Architecture:
 def read_architecture(directory: Path) -> Architecture:
     """Read the architecture of the model in `directory`. Raises ModelError if it is unsupported."""
     path = directory / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(
-            f"`{directory}` has no `config.json`",
-            hint="Use a model directory in Hugging Face form",
-        ) from None
-    except ValueError as exc:
-        raise ModelError(f"`{path}` is not JSON: {exc}", hint="Download the model again") from exc
+    config = read_object(path, hint="Use a model directory in Hugging Face form")
     try:
         return parse_architecture(config)
     except KeyError as exc:
         raise ModelError(
             f"`{path}` lacks {exc}", hint="Use a model directory in Hugging Face form"
         ) from exc
+    except ValueError as exc:
+        raise ModelError(f"`{path}` {exc}", hint=AGAIN) from exc
+    except ModelError as exc:
+        message = exc.message[0].lower() + exc.message[1:]
+        raise ModelError(f"`{path}`: {message}", hint=exc.hint) from exc
 
 
-def parse_architecture(config: Mapping[str, Any]) -> Architecture:
+def parse_architecture(config: dict[str, Any]) -> Architecture:
     family = config.get("model_type")
-    if family not in FAMILIES:
-        names = config.get("architectures") or [family]
+    if not isinstance(family, str) or family not in FAMILIES:
+        names = config.get("architectures")
+        name = names[0] if isinstance(names, list) and names else family
         raise ModelError(
-            f"The architecture `{names[0]}` is not supported", hint=f"Supported: {SUPPORTED}"
+            f"The architecture `{name!s:.60}` is not supported", hint=f"Supported: {SUPPORTED}"
         )
     _refuse(config)
     qkv_bias, qk_norm = FAMILIES[family]
     attention_bias = bool(config.get("attention_bias", False))
-    heads = config["num_attention_heads"]
-    kv_heads = config.get("num_key_value_heads") or heads
+    numbers = Numbers(config)
+    dim, heads = numbers.whole("hidden_size"), numbers.whole("num_attention_heads")
+    kv_heads = numbers.whole("num_key_value_heads", heads)
+    head_dim = numbers.whole("head_dim", max(dim // heads, 1))
+    if heads % kv_heads or head_dim % 2:
+        raise ValueError(
+            f"has {heads} heads of size {head_dim} and {kv_heads} key heads, which do not fit"
+        )
+    positions = numbers.whole("max_position_embeddings", 4096, most=1 << 30)
     # Mistral 7B v0.1 has a sliding window; inside one window attention is plain causal attention.
-    window = config.get("sliding_window") if family == "mistral" else None
-    positions = config.get("max_position_embeddings", 4096)
+    windowed = family == "mistral"
+    window = numbers.whole("sliding_window", positions, most=1 << 30) if windowed else positions
     return Architecture(
         family=family,
-        vocab_size=config["vocab_size"],
-        dim=config["hidden_size"],
-        layers=config["num_hidden_layers"],
+        vocab_size=numbers.whole("vocab_size"),
+        dim=dim,
+        layers=numbers.whole("num_hidden_layers", most=10_000),
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        ffn_dim=config["intermediate_size"],
-        norm_eps=config.get("rms_norm_eps", 1e-6),
+        head_dim=head_dim,
+        ffn_dim=numbers.whole("intermediate_size"),
+        norm_eps=numbers.real("rms_norm_eps", 1e-6),
         rope=_rope(config),
-        max_length=min(positions, window or positions),
+        max_length=min(positions, window),
         qkv_bias=qkv_bias or attention_bias,
         output_bias=attention_bias,
         mlp_bias=bool(config.get("mlp_bias", False)),
@@ -129,25 +134,32 @@ def _refuse(config: Mapping[str, Any]) -> None:
         )
 
 
-def _rope(config: Mapping[str, Any]) -> Rope:
+def _rope(config: dict[str, Any]) -> Rope:
     # transformers 5 writes `rope_parameters`; earlier versions write `rope_theta`, `rope_scaling`.
-    scaling = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-    theta = scaling.get("rope_theta", config.get("rope_theta", 10_000.0))
+    scaling: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        given = config.get(name) or {}
+        if not isinstance(given, dict):
+            raise ValueError(f"has `{name}` `{given!s:.60}`, which is no object")
+        scaling |= given
+    theta = Numbers(config).real("rope_theta", 10_000.0)
+    numbers = Numbers(scaling, "rope_parameters.")
+    theta = numbers.real("rope_theta", theta)
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind == "default":
         return Rope(theta)
     if kind == "linear":
-        return Rope(theta, kind, factor=scaling["factor"])
+        return Rope(theta, kind, factor=numbers.real("factor"))
     if kind == "llama3":
         return Rope(
             theta,
             kind,
-            factor=scaling["factor"],
-            low_freq_factor=scaling["low_freq_factor"],
-            high_freq_factor=scaling["high_freq_factor"],
-            original_length=scaling["original_max_position_embeddings"],
+            factor=numbers.real("factor"),
+            low_freq_factor=numbers.real("low_freq_factor"),
+            high_freq_factor=numbers.real("high_freq_factor"),
+            original_length=numbers.whole("original_max_position_embeddings", most=1 << 30),
         )
     raise ModelError(
-        f"RoPE scaling `{kind}` is not supported",
+        f"RoPE scaling `{kind!s:.60}` is not supported",
         hint="Supported: `linear`, `llama3` and no scaling",
     )

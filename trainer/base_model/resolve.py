@@ -14,6 +14,7 @@ from pathlib import Path
 
 from trainer.base_model import smollm2, tiny_random
 from trainer.base_model.architecture import read_architecture
+from trainer.base_model.weight_files import check_weights
 from trainer.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ BUILT_IN: dict[str, Callable[[Path], None]] = {TINY: tiny_random.write, smollm2.
 def resolve(name: str) -> Path:
     """Return the directory of the base model `name`, after checking that we can load it."""
     directory = _find(name)
-    read_architecture(directory)
+    architecture = read_architecture(directory)
     if not list(directory.glob("*.safetensors")):
         raise ModelError(
             f"`{directory}` has no `*.safetensors`", hint="Convert the weights to safetensors"
@@ -37,6 +38,7 @@ def resolve(name: str) -> Path:
             f"`{directory}` has no `tokenizer.json`",
             hint="Save the model with its fast tokenizer",
         )
+    check_weights(directory, architecture)
     return directory
 
 

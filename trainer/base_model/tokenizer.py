@@ -1,25 +1,19 @@
 """The tokenizer and chat template of a base model, compatible with transformers. No torch here.
 
-The template runs in jinja2's sandbox with the names that templates use: `raise_exception`,
-`strftime_now`, `tojson`, the special tokens, and `{% generation %}` blocks.
+`trainer/base_model/chat_template.py` runs the template.
 """
 
 import contextlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.meta
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 import tokenizers
 
+from trainer.base_model.chat_template import ChatTemplate, one_line, rejected
+from trainer.base_model.json_files import AGAIN, read_object
 from trainer.base_model.tiny_random import byte_letters
 from trainer.errors import BadRequest, ModelError, Unsupported
 
@@ -48,6 +42,7 @@ _PROBE: list[dict[str, Any]] = [
     },
     {"role": "tool", "tool_call_id": "call00000", "name": "probe", "content": "probe_result"},
 ]
+LARGE = 1 << 14  # characters; tokenizing them takes milliseconds
 LETTER_BYTES = {letter: byte for byte, letter in byte_letters().items()}
 
 
@@ -55,7 +50,7 @@ class Tokenizer:
     """Converts text to token ids and back. Cheap to build, and safe to share between threads."""
 
     def __init__(self, directory: Path) -> None:
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+        self._tokenizer = _read_tokenizer(directory / "tokenizer.json")
         # Ignore truncation and padding settings in the file.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -63,17 +58,40 @@ class Tokenizer:
         self._directory = directory
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self.special_tokens = {
-            name: token["content"] if isinstance(token, dict) else token
+            name: token
             for name in SPECIAL_NAMES
-            if (token := self._settings.get(name))
+            if (token := _special_token(directory / "tokenizer_config.json", name, self._settings))
         }
         self.eos_ids = frozenset(self._eos_ids())
         self._added = self._tokenizer.get_added_tokens_decoder()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`. Special tokens in it are recognised; none are added."""
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if len(text) < LARGE:
+            short: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+            return short
+        # A batch lets other threads run in the meantime, and a single text does not.
+        (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        ids: list[int] = encoded.ids
         return ids
+
+    @cached_property
+    def context(self) -> int | None:
+        """The most tokens that any engine takes, or None if the model does not say."""
+        config = _read_json(self._directory / "config.json")
+        positions = config.get("max_position_embeddings")
+        scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        factor = scaling.get("factor", 1) if isinstance(scaling, dict) else 1
+        if not isinstance(positions, int) or not isinstance(factor, int | float):
+            return None
+        return int(positions * max(factor, 1))
+
+    @cached_property
+    def longest_token(self) -> int:
+        """How many bytes of a text a token can stand for, at most."""
+        longest = max(len(self.token_bytes(token)) for token in range(self.vocab_size))
+        # A normalizer may shorten a text before it is split, as NFC does with accents.
+        return longest * (4 if self._tokenizer.normalizer else 1)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -120,23 +138,23 @@ class Tokenizer:
     ) -> str:
         """Render a conversation with the model's chat template."""
         try:
-            return self._template.render(
-                messages=[self._with_known_role(normalise(message)) for message in messages],
-                tools=list(tools) if tools else None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
+            known = [self._with_known_role(normalise(message)) for message in messages]
+        except (AttributeError, TypeError, ValueError) as error:  # parts of the wrong kind
+            raise rejected(error) from error
+        return self._template.render(
+            {
                 **self.special_tokens,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
                 **variables,
-            )
-        except (jinja2.TemplateError, TypeError, KeyError, ValueError, AttributeError) as exc:
-            raise BadRequest(
-                f"The model's chat template rejected these messages: {exc}",
-                hint="Check the roles, their order and the tool calls",
-            ) from exc
+                "messages": known,
+                "tools": list(tools) if tools else None,
+            }
+        )
 
     def _with_known_role(self, message: dict[str, Any]) -> dict[str, Any]:
         """OpenAI renamed the role `system` to `developer`; few chat templates know the new name."""
-        if message.get("role") == "developer" and "developer" not in self._template_source:
+        if message.get("role") == "developer" and "developer" not in self.template_source:
             return {**message, "role": "system"}
         return message
 
@@ -158,25 +176,26 @@ class Tokenizer:
     @cached_property
     def template_variables(self) -> frozenset[str]:
         """The variables that the chat template reads, such as `enable_thinking`."""
-        return frozenset(
-            jinja2.meta.find_undeclared_variables(_environment().parse(self._template_source))
-        )
+        return self._template.variables()
 
     @cached_property
-    def _template(self) -> jinja2.Template:
-        return _environment().from_string(self._template_source)
+    def _template(self) -> ChatTemplate:
+        return ChatTemplate(self.template_source, self._directory)
 
     @cached_property
-    def _template_source(self) -> str:
+    def template_source(self) -> str:
         file = self._directory / "chat_template.jinja"
-        source = (
-            file.read_text(encoding="utf-8")
-            if file.is_file()
-            else self._settings.get("chat_template")
-        )
+        source: Any = self._settings.get("chat_template")
+        if file.is_file():
+            source = file.read_text(encoding="utf-8", errors="replace")
+        else:
+            file = self._directory / "tokenizer_config.json"
         if isinstance(source, list):  # several named templates
-            named = {entry["name"]: entry["template"] for entry in source}
+            entries = [entry for entry in source if isinstance(entry, dict)]
+            named = {str(entry.get("name")): entry.get("template") for entry in entries}
             source = named.get("tool_use") or named.get("default")
+        if source and not isinstance(source, str):
+            raise ModelError(f"The chat template in `{file}` is no text", hint=AGAIN)
         if not source:
             raise ModelError(
                 f"`{self._directory}` has no chat template",
@@ -193,7 +212,15 @@ class Tokenizer:
     def _eos_ids(self) -> Iterable[int]:
         for name in ("generation_config.json", "config.json"):
             given = _read_json(self._directory / name).get("eos_token_id")
-            yield from given if isinstance(given, list) else [given] if given is not None else []
+            ids = given if isinstance(given, list) else [given] if given is not None else []
+            for token in ids:
+                if not isinstance(token, int) or not 0 <= token < 1 << 31:
+                    path = self._directory / name
+                    raise ModelError(
+                        f"`{path}` has the `eos_token_id` `{token!s:.60}`, which is no token id",
+                        hint=AGAIN,
+                    )
+                yield token
         for token in (self.special_tokens.get("eos_token"), *END_OF_TURN):
             if token and (number := self._tokenizer.token_to_id(token)) is not None:
                 yield number
@@ -232,57 +259,30 @@ def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = dict(call.get("function") or {})
     if isinstance(function.get("arguments"), str):
         # Arguments that are not JSON reach the template as the model wrote them.
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             function["arguments"] = json.loads(function["arguments"] or "{}")
     return {**call, "function": function}
 
 
-class _Generation(jinja2.ext.Extension):
-    """Accepts `{% generation %}…{% endgeneration %}`, which marks an assistant's turn."""
-
-    tags = {"generation"}  # noqa: RUF012 - as jinja2 declares it
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> jinja2.Environment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
-    environment.filters["tojson"] = _to_json
-    names: dict[str, Callable[..., Any]] = {
-        "raise_exception": _raise,
-        "strftime_now": lambda form: datetime.now().strftime(form),
-    }
-    environment.globals.update(names)
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja2's own filter escapes HTML, and no model was trained on that.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    value = json.loads(path.read_text(encoding="utf-8"))
-    return value if isinstance(value, dict) else {}
+    return read_object(path) if path.is_file() else {}
+
+
+def _read_tokenizer(path: Path) -> Any:
+    try:
+        found = tokenizers.Tokenizer.from_file(str(path))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as exc:  # the library raises plain exceptions, and its panics are none
+        raise ModelError(f"`{path}` is not a tokenizer: {one_line(exc)}", hint=AGAIN) from exc
+    if not found.get_vocab_size(with_added_tokens=True):
+        raise ModelError(f"`{path}` has no tokens", hint=AGAIN)
+    return found
+
+
+def _special_token(path: Path, name: str, settings: Mapping[str, Any]) -> str | None:
+    token = settings.get(name)
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is not None and not isinstance(text, str):
+        raise ModelError(f"`{path}` has the `{name}` `{token!s:.60}`, which is no text", hint=AGAIN)
+    return text

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from kit.errors import ConfigError, NotInstalled
+from kit.package_data import how_to_install
 from kit.types import Json
 from trainer.config import ServerConfig
 from trainer.engines import vllm_args
@@ -98,7 +99,7 @@ def vllm_program(setting: str | None) -> list[str]:
         if not _is_installed("vllm"):
             raise NotInstalled(
                 "The vLLM engine needs `vllm`, which is not installed",
-                hint="On a GPU machine run `scripts/install --only cluster`, set `ART_VLLM` to the "
+                hint=f"{how_to_install('cluster')} on a GPU machine, set `ART_VLLM` to the "
                 "Python of an environment that has it, or use `--engine embedded`",
             )
         return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from llguidance import LLMatcher
-from safetensors.torch import load_file
 from torch import Tensor
 
 from trainer import faults
@@ -38,9 +37,10 @@ from trainer.engines.engine import SampleRequest
 from trainer.engines.sampling import choose
 from trainer.errors import NotFound
 from trainer.policy.device import default_device, default_dtype, memory
-from trainer.policy.model import load_model, read_lora_config
+from trainer.policy.lora import read_lora
+from trainer.policy.model import load_model
 from trainer.processes.rpc import RpcServer
-from trainer.processes.worker import connect_to_parent
+from trainer.processes.worker import connect_to_parent, run_worker
 
 logger = logging.getLogger(__name__)
 ROWS = 64  # choices sampled at once; more wait
@@ -103,9 +103,7 @@ class EmbeddedWorker:
     def _load(self, lora: str, path: str) -> None:
         if lora in self._loras:
             return
-        directory = Path(path)
-        tensors = load_file(directory / "adapter_model.safetensors")
-        self._loras[lora] = read_lora_config(directory), tensors
+        self._loras[lora] = read_lora(Path(path), self._decoder.architecture)
         faults.reached("engine-loaded")
 
     def _unload(self, lora: str) -> None:
@@ -297,4 +295,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_worker(main)

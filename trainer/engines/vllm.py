@@ -6,7 +6,6 @@ stale values for a LoRA that was overwritten.
 """
 
 import asyncio
-import json
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
@@ -16,13 +15,14 @@ from typing import Any
 
 from kit.types import Json
 from trainer.base_model.architecture import read_architecture
+from trainer.base_model.json_files import read_object
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines import constraints, vllm_args
 from trainer.engines.checks import token_limit
 from trainer.engines.engine import Delta, SampleRequest
 from trainer.engines.vllm_process import VllmProcess
 from trainer.engines.vllm_sampling import VllmSampler
-from trainer.errors import BadRequest, Conflict, NotFound, TrainerError, WorkerDied
+from trainer.errors import BadRequest, CheckpointError, Conflict, NotFound, TrainerError, WorkerDied
 from trainer.processes.worker import gpu_environment
 
 logger = logging.getLogger(__name__)
@@ -74,6 +74,13 @@ class VllmEngine:
         return self._process.running
 
     async def start(self) -> None:
+        """Start vLLM, unless another caller has started it in the meantime."""
+        async with self._changing:
+            if not self.running:
+                await self._restart()
+
+    async def _restart(self) -> None:
+        """Stop vLLM if it runs, and start it. Callers hold `_changing`: never two vLLMs at once."""
         try:
             await self._start()
         except WorkerDied as error:
@@ -114,10 +121,10 @@ class VllmEngine:
             logger.info("restarting vLLM to change %s", ", ".join(f"`{n}`" for n in changed))
             async with self._changing:
                 try:
-                    await self.start()
+                    await self._restart()
                 except TrainerError:
                     self._arguments = before  # vLLM did start with these
-                    await self.start()
+                    await self._restart()
                     raise
 
     async def make_room(self) -> bool:
@@ -199,7 +206,9 @@ class VllmEngine:
 
     async def _raise_max_rank(self, path: Path) -> None:
         """Restart vLLM if the LoRA's rank exceeds the maximum that vLLM was started with."""
-        config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
+        config = read_object(path / "adapter_config.json", CheckpointError, "Pull it again")
+        if not isinstance(config.get("r"), int):
+            raise CheckpointError(f"`{path / 'adapter_config.json'}` has no rank `r`")
         most = self._effective_arguments["max_lora_rank"]
         if config["r"] <= most:
             return
@@ -210,7 +219,7 @@ class VllmEngine:
             )
         logger.info("restarting vLLM for LoRAs of rank %s", config["r"])
         self._defaults["max_lora_rank"] = vllm_args.rank_for(config["r"])
-        await self.start()
+        await self._restart()
 
     async def _drop(self, lora: str) -> None:
         if lora in self._loaded and self.running:
@@ -252,8 +261,8 @@ class VllmEngine:
                     return await self._unload_dropped()
                 except TrainerError as error:
                     logger.warning("restarting vLLM, because it cannot wake up: %s", error.message)
-                    return await self.start()
+                    return await self._restart()
             if not self.running:
                 if self._process.started:
                     logger.warning("%s", self._process.died().message)
-                await self.start()
+                await self._restart()

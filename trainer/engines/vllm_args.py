@@ -147,4 +147,9 @@ def environment(*, cuda: bool) -> dict[str, str]:
         variables["TORCH_COMPILE_DISABLE"] = "1"
         # In GiB. vLLM's own default is a share of the machine's memory.
         variables["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "2")
+        # Its own default binds the threads to the first cores, where they starve if other
+        # processes are busy there: the learner, or a second vLLM that is bound to the same ones.
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = os.environ.get(
+            "VLLM_CPU_OMP_THREADS_BIND", "nobind"
+        )
     return variables

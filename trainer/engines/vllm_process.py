@@ -20,6 +20,7 @@ from kit.types import Json
 from trainer.engines import vllm_log
 from trainer.errors import BadRequest, NotFound, TrainerError, WorkerDied
 from trainer.processes.process_group import members
+from trainer.processes.worker import environment_without_keys, open_log
 
 logger = logging.getLogger(__name__)
 LOG_INTERVAL = 5.0  # seconds between two log lines while vLLM starts
@@ -57,7 +58,6 @@ class VllmProcess:
         # A temporary directory, because a socket's path can have at most 107 bytes.
         self._directory = Path(tempfile.mkdtemp(prefix="art-vllm-"))
         socket = self._directory / "api"
-        self.log.parent.mkdir(parents=True, exist_ok=True)
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
         transport = httpx.AsyncHTTPTransport(
             uds=str(socket),
@@ -66,14 +66,14 @@ class VllmProcess:
         self._client = httpx.AsyncClient(
             transport=transport, base_url="http://vllm", timeout=httpx.Timeout(None)
         )
-        with self.log.open("ab") as log:
+        with open_log(self.log) as log:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "trainer.processes.process_group", *self._program),
                 *arguments(socket),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **environment},
+                env={**environment_without_keys(), **environment},
                 start_new_session=True,  # a process group that can be killed as a whole
             )
         logger.info("vLLM is starting (pid %s); its log is %s", self._process.pid, self.log)
@@ -219,5 +219,5 @@ class VllmProcess:
             with self.log.open("rb") as file:
                 file.seek(self._log_start)
                 return file.read().decode(errors="replace").splitlines()
-        except FileNotFoundError:
+        except OSError:
             return []

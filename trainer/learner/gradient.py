@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trainer.config import GrpoConfig
 from trainer.errors import Diverged, Unsupported
-from trainer.learner.grpo import LossInputs, grpo_loss
-from trainer.learner.pack import Row
+from trainer.learner.grpo import LossInputs, effective_sample_size, grpo_loss
+from trainer.learner.pack import Row, Sample, pack
 from trainer.learner.prepare import Metrics
+from trainer.learner.record import Recording
 from trainer.learner.state import ADAPTER, State, read_tensors
 from trainer.learner.world import World
 from trainer.policy.attention import Mask
 from trainer.policy.model import Policy, load_lora, lora_state
 from trainer.policy.tree_mask import tree_mask
+from trainer.step_config import GrpoConfig
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,12 @@ class GradientSteps:
         reward_std_dev: float,
         *,
         base: Callable[[], Policy],
-        world: World,
+        recording: Recording,
     ) -> None:
-        self.world = world
+        self.world = recording.world
         self.state = state
         self.config = config
+        self.recording = recording
         self.base = base  # loads the base model: full finetuning with a KL penalty needs it
         self.learning_rate = config.learning_rate * schedule(config, step)
         if config.scale_learning_rate_by_reward_std_dev:
@@ -55,13 +57,14 @@ class GradientSteps:
             group["eps"] = config.adam_epsilon
             group["weight_decay"] = config.weight_decay
         recompute = config.activation_checkpointing
-        if recompute is None and world.size > 1:
+        if recompute is None and self.world.size > 1:
             # All processes must do the same, and none may run out of memory.
             recompute = state.parameters[0].is_cuda
         state.policy.activation_checkpointing = recompute
 
     def run(self, batches: list[list[Row]]) -> Iterator[Metrics]:
         """Take one gradient step for each batch of rows."""
+        self.recording.begin(batches)
         mine = [self.world.share(batch) for batch in batches]
         fixed = self._fixed_logprobs([[row for row, _ in rows] for rows in mine])
         for batch, rows, logprobs in zip(batches, mine, fixed, strict=True):
@@ -90,6 +93,7 @@ class GradientSteps:
         norm = torch.nn.utils.clip_grad_norm_(self.state.parameters, config.max_grad_norm)
         metrics = {name: float(value) / tokens for name, value in sums.items()}
         metrics |= {"loss/grad_norm": float(norm), "loss/learning_rate": learning_rate}
+        metrics["loss/effective_sample_size"] = effective_sample_size(metrics)
         for name, number in metrics.items():
             if not math.isfinite(number):
                 raise Diverged(f"`{name}` is `{number}`: the gradient step was not taken")
@@ -102,6 +106,7 @@ class GradientSteps:
 
     def _inputs(self, row: Row, fixed: FixedLogprobs) -> LossInputs:
         logprobs, entropies = self._logprobs(row)
+        self.recording.add(row, logprobs)
         return LossInputs(
             logprobs=logprobs,
             entropies=entropies,
@@ -139,13 +144,8 @@ class GradientSteps:
         elif config.kl_ref_adapter_path is not None:
             if policy.lora is None:
                 raise Unsupported("`kl_ref_adapter_path` needs a run that trains a LoRA")
-            ours = {name: tensor.clone() for name, tensor in lora_state(policy).items()}
-            path = Path(config.kl_ref_adapter_path) / ADAPTER
-            load_lora(policy, self.world.tensors(lambda: read_tensors(path)))
-            try:
+            with borrowed_lora(policy, Path(config.kl_ref_adapter_path), self.world):
                 yield lambda row: self._logprobs(row)[0]
-            finally:
-                load_lora(policy, ours)
         elif policy.lora is not None:
             policy.set_lora_enabled(False)
             try:
@@ -160,6 +160,17 @@ class GradientSteps:
         return row_logprobs(
             self.state.policy, row, chunk=self.config.logprob_calculation_chunk_size
         )
+
+
+@contextmanager
+def borrowed_lora(policy: Policy, checkpoint: Path, world: World) -> Iterator[None]:
+    """Give the policy the LoRA of a checkpoint, and its own one back afterwards."""
+    ours = {name: tensor.clone() for name, tensor in lora_state(policy).items()}
+    try:
+        load_lora(policy, world.tensors(lambda: read_tensors(checkpoint / ADAPTER)))
+        yield
+    finally:
+        load_lora(policy, ours)
 
 
 def row_logprobs(policy: Policy, row: Row, *, chunk: int | None = None) -> tuple[Tensor, Tensor]:
@@ -180,6 +191,25 @@ def row_logprobs(policy: Policy, row: Row, *, chunk: int | None = None) -> tuple
         targets=row.targets,
         chunk=chunk,
     )
+
+
+def completion_logprobs(
+    policy: Policy, prompt_ids: list[int], completion_ids: list[int], *, compiled: bool
+) -> list[float]:
+    """Logprobs of a completion. Compiling is not worth it for a few tokens, unless `compiled`."""
+    ids = prompt_ids + completion_ids
+    mask = [False] * len(prompt_ids) + [True] * len(completion_ids)
+    sample = Sample(ids, mask, [0.0] * len(ids), 0.0, 1.0, group=0, trajectory=0)
+    (row,) = pack([sample], length=None)
+    layers = policy.compiled
+    if not compiled:
+        policy.compiled = None
+    try:
+        device = next(policy.parameters()).device
+        scores: list[float] = row_logprobs(policy, row.to(device))[0].tolist()
+    finally:
+        policy.compiled = layers
+    return scores
 
 
 def schedule(config: GrpoConfig, step: int) -> float:

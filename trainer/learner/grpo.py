@@ -11,7 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.config import GrpoConfig
+from trainer.step_config import GrpoConfig
+
+# Sums over tokens of the policy's probability over the sampler's, and of its square.
+RATIO, RATIO_SQUARED = "loss/sampler_ratio", "loss/sampler_ratio_squared"
+LARGEST_LOG_RATIO = 20.0  # squares of larger ratios overflow
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,12 @@ def mismatch_weight(inputs: LossInputs, old: Tensor, cap: float) -> Tensor:
     return (old - sampler).exp().clamp(max=cap).detach()
 
 
+def effective_sample_size(metrics: dict[str, float]) -> float:
+    """The share of tokens that would teach as much if the policy itself had sampled them."""
+    ratio, squared = metrics.pop(RATIO), metrics.pop(RATIO_SQUARED)
+    return min(ratio**2 / squared, 1.0)
+
+
 def k3(new: Tensor, other: Tensor) -> Tensor:
     """[N] Schulman's k3 estimate of KL(new || other): never negative, unbiased, low variance."""
     difference = other - new
@@ -127,6 +137,7 @@ def _metrics(
     with torch.no_grad():
         new, weights = inputs.logprobs.detach(), inputs.weights
         sampler = torch.where(inputs.sampler_logprobs.isnan(), new, inputs.sampler_logprobs)
+        weight = (new - sampler).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO).exp()
         metrics = {
             "loss/train": (loss * weights).sum(),
             "loss/entropy": (inputs.entropies * weights).sum(),
@@ -136,6 +147,8 @@ def _metrics(
             # The difference between the engine's and the learner's probabilities of these tokens.
             "loss/sampler_kl": k3(sampler, new).sum(),
             "loss/sampler_gap": (new - sampler).abs().sum(),
+            RATIO: weight.sum(),
+            RATIO_SQUARED: (weight**2).sum(),
         }
         if inputs.reference_logprobs is not None:
             drift = _kl_source(inputs, config) - inputs.reference_logprobs

@@ -7,6 +7,7 @@ writes the next checkpoint.
 import gc
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,20 @@ import torch
 
 from trainer import checkpoint, faults
 from trainer.base_model.tokenizer import Tokenizer
-from trainer.config import GrpoConfig, LoraConfig, SftConfig, StepConfig
+from trainer.config import LoraConfig
 from trainer.errors import OutOfMemory
 from trainer.learner.clock import Clock
-from trainer.learner.gradient import GradientSteps, row_logprobs
-from trainer.learner.pack import Row, Sample, pack
+from trainer.learner.gradient import GradientSteps, borrowed_lora, completion_logprobs
+from trainer.learner.pack import Row, pack
 from trainer.learner.plot import NAME as PICTURE
 from trainer.learner.plot import plot_rows
 from trainer.learner.prepare import Prepared, prepare
+from trainer.learner.record import Record, Recording
 from trainer.learner.sft import SUPERVISED, prepare_sft
 from trainer.learner.state import State, check_belongs, load_policy, lora_shape
 from trainer.learner.world import World
 from trainer.policy.model import Policy
+from trainer.step_config import GrpoConfig, SftConfig, StepConfig
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +46,10 @@ class Learner:
         device: torch.device,
         world: World | None = None,
         fp8: bool = False,
+        record: Record = "nothing",
     ) -> None:
         self.world = world or World()
+        self.record = record
         self.fp8 = fp8
         self.base_model = base_model
         self.directory = directory
@@ -55,12 +60,15 @@ class Learner:
         self._clock = Clock()
         self.loaded: tuple[Path, int] | None = None  # the run and step in `state`
 
+    def load(self, lora: LoraConfig | None) -> None:
+        """Load the base model for a run with this LoRA, before there is one."""
+        self._state(lora)
+
     def prepare(self, checkpoints: Path, lora: LoraConfig | None) -> int:
         """Return the run's latest good step. A new run gets checkpoint 0 with a fresh LoRA."""
         step = self.world.on_first(lambda: self._latest(checkpoints))
         if step is None:
-            step = 0
-            state = self._new_state(lora)
+            step, state = 0, self._state(lora, fresh=True)
             self._save(state, checkpoints, step, lora, parent=None, config=None)
             self.loaded = (checkpoints, step)
         else:
@@ -74,11 +82,13 @@ class Learner:
         groups: Sequence[dict[str, Any]],
         config: StepConfig,
         lora: LoraConfig | None,
+        *,
+        parent: int | None = None,
     ) -> Iterator[dict[str, Any]]:
-        """Yield the metrics of each gradient step, then the new checkpoint."""
+        """Yield the metrics of each gradient step from `parent`, then the new checkpoint."""
         self._clock = Clock()
         try:
-            step = self._load(checkpoints, lora)
+            step = self._load(checkpoints, lora, parent)
             faults.reached("learner-begins")
             if isinstance(config, SftConfig):
                 yield from self._train_sft(checkpoints, step, groups, config, lora)
@@ -97,25 +107,19 @@ class Learner:
     def score(
         self,
         checkpoints: Path,
-        lora: LoraConfig | None,
+        step: int,
+        lora: LoraConfig,
         prompt_ids: list[int],
         completion_ids: list[int],
     ) -> list[float]:
-        """Logprobs of a completion under the weights of a run's newest step."""
-        self._load(checkpoints, lora)
+        """Logprobs of a completion under the weights of a run's step."""
+        if not (self.loaded and self.state and self.state.policy.lora == lora):
+            self._load(checkpoints, lora)
         assert self.state is not None
-        ids = prompt_ids + completion_ids
-        mask = [False] * len(prompt_ids) + [True] * len(completion_ids)
-        sample = Sample(ids, mask, [0.0] * len(ids), 0.0, 1.0, group=0, trajectory=0)
-        (row,) = pack([sample], length=None)
-        policy, compiled = self.state.policy, self.state.policy.compiled
-        if not self.fp8:
-            policy.compiled = None  # compiling is not worth it for a few tokens
-        try:
-            scores: list[float] = row_logprobs(policy, row.to(self.device))[0].tolist()
-        finally:
-            policy.compiled = compiled
-        return scores
+        path, loaded = checkpoint.path_of(checkpoints, step), self.loaded == (checkpoints, step)
+        policy = self.state.policy
+        with nullcontext() if loaded else borrowed_lora(policy, path, self.world):
+            return completion_logprobs(policy, prompt_ids, completion_ids, compiled=self.fp8)
 
     def _train(
         self,
@@ -133,6 +137,7 @@ class Learner:
             config,
             limit=self._limit(config.max_seq_length, config.packed_sequence_length),
             vocabulary=state.policy.architecture.vocab_size,
+            step=step,
         )
         batches = self._batches(prepared, config)
         prepared.metrics |= {
@@ -146,22 +151,17 @@ class Learner:
             )
             yield prepared.metrics
         self._clock.lap("time/prepare_s")
+        recording = Recording(self.record, checkpoints, step + 1, self.world)
         steps = GradientSteps(
-            state, config, step, prepared.reward_std_dev, base=self._reference, world=self.world
+            state, config, step, prepared.reward_std_dev, base=self._reference, recording=recording
         )
         for metrics in steps.run(batches):
             yield {**prepared.metrics, **metrics}
             faults.reached("learner-stepped")
         self._clock.lap("time/gradient_s")
-        path = self._save(
-            state,
-            checkpoints,
-            step + 1,
-            lora,
-            parent=step,
-            config=config,
-            rows=[row for batch in batches for row in batch] if config.plot_tensors else [],
-        )
+        recording.write(prepared)
+        rows = [row for batch in batches for row in batch] if config.plot_tensors else []
+        path = self._save(state, checkpoints, step + 1, lora, parent=step, config=config, rows=rows)
         self.loaded = (checkpoints, step + 1)
         yield self._result(path, step + 1, prepared.dropped)
 
@@ -185,26 +185,24 @@ class Learner:
         if not batches:
             logger.warning("step %s trains on nothing: no assistant messages", step + 1)
             yield prepared.metrics
+        recording = Recording(self.record, checkpoints, step + 1, self.world)
         steps = GradientSteps(
-            self.state, SUPERVISED, step, 0.0, base=self._reference, world=self.world
+            self.state, SUPERVISED, step, 0.0, base=self._reference, recording=recording
         )
         for samples, rate in zip(batches, config.rates(len(batches)), strict=True):
             steps.learning_rate = rate
             rows = [row.to(self.device) for row in pack(samples, length=None)]
             for metrics in steps.run([rows]):
                 yield {**prepared.metrics, **metrics}
+        recording.write(prepared)
         path = self._save(self.state, checkpoints, step + 1, lora, parent=step, config=config)
         self.loaded = (checkpoints, step + 1)
         yield self._result(path, step + 1, prepared.dropped)
 
     def _result(self, path: Path, step: int, dropped: list[dict[str, Any]]) -> dict[str, Any]:
         self._clock.lap("time/save_s")
-        return {
-            "checkpoint": str(path),
-            "step": step,
-            "dropped": dropped,
-            "times": self._clock.laps,
-        }
+        laps = self._clock.laps
+        return {"checkpoint": str(path), "step": step, "dropped": dropped, "times": laps}
 
     def _batches(self, prepared: Prepared, config: GrpoConfig) -> list[list[Row]]:
         """The rows of each gradient step, in random order drawn from the run's generator."""
@@ -233,8 +231,12 @@ class Learner:
         checkpoint.clean(checkpoints)
         return checkpoint.latest(checkpoints)
 
-    def _new_state(self, lora: LoraConfig | None) -> State:
-        self.state = self.loaded = None  # few GPUs have memory for two base models
+    def _state(self, lora: LoraConfig | None, *, fresh: bool = False) -> State:
+        """A state with this LoRA. One in memory is used again: loading a base model takes long."""
+        self.loaded = None
+        if self.state and self.state.policy.lora == lora and (lora or not fresh):
+            return self.state.reset() if fresh else self.state
+        self.state = None  # few GPUs have memory for two base models
         gc.collect()  # a policy and its compiled layers refer to each other
         # Trained weights are kept in fp32, because bf16 would lose AdamW's small steps.
         policy = self._load_policy(lora, torch.float32 if lora is None else self.dtype)
@@ -244,8 +246,7 @@ class Learner:
 
     def _reference(self) -> Policy:
         """Load a frozen copy of the base model, for full finetuning with a KL penalty."""
-        policy = self._load_policy(None, self.dtype)
-        policy.requires_grad_(False)
+        policy: Policy = self._load_policy(None, self.dtype).requires_grad_(False)
         return policy
 
     def _load_policy(self, lora: LoraConfig | None, dtype: torch.dtype) -> Policy:
@@ -255,20 +256,19 @@ class Learner:
         except torch.OutOfMemoryError as exc:
             raise OutOfMemory(f"The base model does not fit the GPU: {exc}") from exc
 
-    def _load(self, checkpoints: Path, lora: LoraConfig | None) -> int:
-        """Load the run's latest good step into memory."""
+    def _load(self, checkpoints: Path, lora: LoraConfig | None, wanted: int | None = None) -> int:
+        """Load the run's latest good step into memory, and refuse if another one is `wanted`."""
         newest = self.world.on_first(lambda: checkpoint.newest(checkpoints))
-        if newest is not None and self.loaded == (checkpoints, newest):
+        if newest is not None and self.loaded == (checkpoints, newest) and wanted in (None, newest):
             assert self.state is not None
             if self.state.policy.lora == lora:
                 return newest  # this process wrote it, so its files need no verification
+        if wanted is not None:
+            self.world.on_first(lambda: checkpoint.check_latest(checkpoints, wanted))
         step = self.prepare(checkpoints, lora)
         if self.loaded == (checkpoints, step):
             return step
-        path = checkpoint.path_of(checkpoints, step)
-        self.loaded = None
-        held = self.state if self.state and self.state.policy.lora == lora else None
-        (held or self._new_state(lora)).read(path, self.world)
+        self._state(lora).read(checkpoint.path_of(checkpoints, step), self.world)
         self.loaded = (checkpoints, step)
         return step
 

@@ -35,13 +35,18 @@ class Sample:
     logprobs: list[float]
     advantage: float
     weight: float
-    group: int
-    """Only sequences of one group share prefixes."""
+    group: int  # only sequences of one group share prefixes
     trajectory: int
+    number: int = 0  # of the trajectory in its group
 
     @cached_property
     def array(self) -> Ids:
         return np.asarray(self.ids, dtype=np.int64)
+
+    @cached_property
+    def chosen(self) -> Ids:
+        """Places of the chosen tokens; the first token of all is predicted by none."""
+        return np.flatnonzero(np.asarray(self.mask[1:])) + 1
 
     @cached_property
     def inputs(self) -> int:
@@ -70,12 +75,11 @@ class Row:
     weights: Tensor  # [N]
     sequences: Tensor  # [N] number of the sequence that a chosen token belongs to
     trajectories: int
-    unshared: int
-    """Number of tokens that the row would have without sharing."""
-    capacity: int
-    """Maximum number of tokens of a row, the same for every row of a step."""
+    unshared: int  # number of tokens that the row would have without sharing
+    capacity: int  # maximum number of tokens of a row, the same for every row of a step
     separate: tuple[int, ...] = ()
     """Number of tokens of each sequence, if no two sequences share any."""
+    samples: tuple[Sample, ...] = ()  # in the order of their chosen tokens
 
     def mask(self) -> Tensor:
         """[T, T] True where a query (first axis) attends to a key."""
@@ -127,8 +131,7 @@ class PrefixTree:
 
     def cost(self, ids: Ids) -> int:
         """The number of tokens that `ids` would add."""
-        _, matched, _ = self._walk(ids)
-        return len(ids) - matched
+        return len(ids) - self._walk(ids)[1]
 
     def add(self, sample: Sample) -> None:
         ids = sample.read
@@ -234,8 +237,7 @@ def _row(trees: list[PrefixTree], capacity: int) -> Row:
     size = sequences = 0
     for tree in trees:
         offsets = {}  # segment -> its offset in the row
-        base = len(ancestors)
-        order = tree.order()
+        base, order = len(ancestors), tree.order()
         ancestors = torch.block_diag(ancestors, _ancestors(tree, order))  # type: ignore[no-untyped-call]
         for number, index in enumerate(order):
             segment = tree.segments[index]
@@ -269,6 +271,7 @@ def _row(trees: list[PrefixTree], capacity: int) -> Row:
         separate=tuple(tree.size for tree in trees)
         if all(len(tree.segments) == 1 for tree in trees)
         else (),
+        samples=tuple(samples),
     )
 
 
@@ -276,8 +279,7 @@ def _ancestors(tree: PrefixTree, order: list[int]) -> Tensor:
     number = {index: place for place, index in enumerate(order)}
     ancestors = torch.eye(len(order), dtype=torch.bool)
     for place, index in enumerate(order):
-        parent = tree.segments[index].parent
-        if parent is not None:
+        if (parent := tree.segments[index].parent) is not None:
             ancestors[place] |= ancestors[number[parent]]
     return ancestors
 
@@ -292,8 +294,7 @@ def _chosen(
             for index in tree.path(sample.read)
         ]
     )
-    at = np.flatnonzero(sample.mask)
-    at = at[at > 0]
+    at = sample.chosen
     same = (sample.advantage, sample.weight, sequence)
     logprobs = np.asarray(sample.logprobs)[at]
     return [place[at - 1], sample.array[at], logprobs, *(np.full(len(at), value) for value in same)]

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.base_model.tokenizer import Tokenizer
-from trainer.config import GrpoConfig
 from trainer.errors import BadRequest
 from trainer.learner.pack import Sample
 from trainer.learner.tokenize import Tokenized, tokenize_trajectory
 from trainer.rewards import are_equal, reward_of
+from trainer.step_config import GrpoConfig
 
 Group = Mapping[str, Any]
 Metrics = dict[str, float]
@@ -38,9 +38,15 @@ def prepare(
     *,
     limit: int,
     vocabulary: int,
+    step: int = 0,
 ) -> Prepared:
-    """Tokenise and weight every group. Sequences longer than `limit` are dropped."""
+    """Tokenise and weight every group. Sequences longer than `limit` are dropped.
+
+    `step` is the step that is trained from: the age of a token is the number of steps since it was
+    sampled.
+    """
     result = Prepared()
+    ages = Counter[int]()
     deviations = []
     counts = Counter[str]()
     trajectories = trainable = 0
@@ -60,12 +66,15 @@ def prepare(
                 allow_without_logprobs=config.allow_training_without_logprobs,
             )
             check_ids(tokenized, vocabulary)
-            reason = _reason_to_drop(tokenized, limit)
+            age = {at: max(step - at, 0) for at in tokenized.sampled_at}
+            reason = _reason_to_drop(tokenized, limit, max(age.values(), default=0), config)
             counts.update(tokenized.counts(dropped=reason is not None))
             if reason:
                 result.drop(reason, index, trajectory=number)
             elif advantage or config.kl_penalty_coef or config.kimi_k2_tau:
-                result.samples += _samples(tokenized, advantage, index, len(result.samples))
+                for at, tokens in tokenized.sampled_at.items():
+                    ages[age[at]] += tokens
+                result.samples += _samples(tokenized, advantage, index, len(result.samples), number)
         if len(result.samples) > before:
             trainable += 1
             deviations.append(statistics.pstdev(rewards))
@@ -79,6 +88,7 @@ def prepare(
         "data/step_num_trajectories": float(trajectories),
         "data/step_trainer_tokens": float(sum(sum(sample.mask) for sample in result.samples)),
         **_about_choices(counts),
+        **_about_ages(ages),
     }
     for drop in result.dropped:
         name = f"data/dropped_{drop['reason']}"
@@ -96,6 +106,17 @@ def _about_choices(counts: Mapping[str, int]) -> Metrics:
     return {
         **{f"data/{name}": float(counts.get(name, 0)) for name in names},
         "data/constrained_share": counts.get("constrained", 0) / max(trained, 1),
+    }
+
+
+def _about_ages(ages: Mapping[int, int]) -> Metrics:
+    """How many steps before this one the trained tokens were sampled, where that is known."""
+    if not ages:
+        return {}
+    total = sum(age * tokens for age, tokens in ages.items())
+    return {
+        "policy_age/mean": total / sum(ages.values()),
+        "policy_age/max": float(max(ages)),
     }
 
 
@@ -119,17 +140,21 @@ def check_ids(tokenized: Tokenized, vocabulary: int) -> None:
                 )
 
 
-def _reason_to_drop(tokenized: Tokenized, limit: int) -> str | None:
+def _reason_to_drop(tokenized: Tokenized, limit: int, age: int, config: GrpoConfig) -> str | None:
     if not tokenized.chosen:
         if tokenized.ambiguous_choices:
             return "ambiguous"
         return "no_logprobs" if tokenized.choices_without_logprobs else "no_trainable_tokens"
     if any(len(sequence.ids) > limit for sequence in tokenized.sequences):
         return "too_long"
+    if config.max_steps_off_policy is not None and age > config.max_steps_off_policy:
+        return "stale"
     return None
 
 
-def _samples(tokenized: Tokenized, advantage: float, group: int, trajectory: int) -> list[Sample]:
+def _samples(
+    tokenized: Tokenized, advantage: float, group: int, trajectory: int, number: int
+) -> list[Sample]:
     weight = 1 / tokenized.chosen
     return [
         Sample(
@@ -140,6 +165,7 @@ def _samples(tokenized: Tokenized, advantage: float, group: int, trajectory: int
             weight=weight,
             group=group,
             trajectory=trajectory,
+            number=number,
         )
         for sequence in tokenized.sequences
     ]

@@ -5,9 +5,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from trainer.config import LoraConfig, ServerConfig, StepConfig
+from trainer.config import LoraConfig, ServerConfig
 from trainer.errors import TrainerError
 from trainer.processes.worker import Worker, gpu_environment
+from trainer.step_config import StepConfig
 
 logger = logging.getLogger(__name__)
 MODULE = "trainer.learner.torchrun"
@@ -16,12 +17,23 @@ MODULE = "trainer.learner.torchrun"
 class LearnerProcess:
     """Starts, stops and calls the learner: its single process, or torchrun's agent for several."""
 
-    def __init__(self, base_model: str, *, log: Path, config: ServerConfig | None = None) -> None:
+    def __init__(
+        self,
+        base_model: str,
+        *,
+        log: Path,
+        config: ServerConfig | None = None,
+        load_at_start: bool = False,
+    ) -> None:
+        """`load_at_start` loads the base model before the first run is prepared."""
         config = config or ServerConfig()
+        self._lora = config.lora if load_at_start else None
         self._worker = Worker(
             "learner",
             MODULE,
             arguments(base_model, nodes=config.nodes, number=0, master=config.learner_address)
+            # Processes of other machines do not know this setting, so they send no logprobs.
+            + (["--record", "all" if config.nodes == 1 else "own"] if config.keep_rollouts else [])
             + (["--quantization", config.quantization] if config.quantization else []),
             log=log,
             environment=gpu_environment(config.learner_devices),
@@ -35,6 +47,12 @@ class LearnerProcess:
 
     async def start(self) -> None:
         await self._worker.start()
+        if self._lora is None:
+            return
+        try:
+            await self._worker.call("load", lora=self._lora.model_dump(mode="json"))
+        except TrainerError as error:  # the first run is told, if it happens again
+            logger.warning("the learner did not load the base model: %s", error.message)
 
     async def stop(self) -> None:
         await self._worker.stop()
@@ -53,8 +71,10 @@ class LearnerProcess:
         groups: list[dict[str, Any]],
         config: StepConfig,
         lora: LoraConfig,
+        *,
+        parent: int,
     ) -> AsyncIterator[dict[str, Any]]:
-        """Train one step. Yield a row of metrics per gradient step, then the checkpoint's row."""
+        """Train one step from `parent`. Yield a row per gradient step, then the checkpoint's."""
         await self._worker.revive()
         async for row in self._worker.stream(
             "train",
@@ -62,6 +82,7 @@ class LearnerProcess:
             groups=groups,
             config=config.model_dump(mode="json"),
             lora=lora.model_dump(mode="json"),
+            parent=parent,
         ):
             yield row
 
@@ -75,15 +96,17 @@ class LearnerProcess:
     async def score(
         self,
         checkpoints: Path,
+        step: int,
         lora: LoraConfig,
         prompt_ids: list[int],
         completion_ids: list[int],
     ) -> list[float]:
-        """Logprobs of a completion under the weights of a run's newest step."""
+        """Logprobs of a completion under the weights of a run's step."""
         await self._worker.revive()
         scores: list[float] = await self._worker.call(
             "score",
             checkpoints=str(checkpoints),
+            step=step,
             lora=lora.model_dump(mode="json"),
             prompt_ids=prompt_ids,
             completion_ids=completion_ids,

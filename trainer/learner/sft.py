@@ -12,11 +12,11 @@ from typing import Any
 
 from trainer import exact_tokens
 from trainer.base_model.tokenizer import Tokenizer
-from trainer.config import GrpoConfig, SftConfig
 from trainer.errors import BadRequest
 from trainer.learner.pack import Sample
 from trainer.learner.prepare import Prepared, check_ids
 from trainer.learner.tokenize import Tokenized, tokenize_trajectory
+from trainer.step_config import GrpoConfig, SftConfig
 
 SUPERVISED = GrpoConfig(allow_training_without_logprobs=True, max_grad_norm=1.0)
 
@@ -53,7 +53,8 @@ def prepare_sft(
             f"There are `{len(batches)}` gradient steps and fewer learning rates",
             hint="Set one `learning_rate`, or one for each gradient step",
         )
-    tokens = sum(sum(sample.mask) for batch in batches for sample in batch)
+    prepared.samples = list(itertools.chain.from_iterable(batches))
+    tokens = sum(sum(sample.mask) for sample in prepared.samples)
     prepared.metrics = {
         "data/step_num_trajectories": float(len(trajectories)),
         "data/step_trainer_tokens": float(tokens),

@@ -21,6 +21,7 @@ from trainer.errors import CheckpointError, Unsupported
 from trainer.learner.tensor_file import write_tensors
 from trainer.learner.world import World
 from trainer.policy.compiled import CompiledLayers
+from trainer.policy.lora import fresh_lora
 from trainer.policy.model import Policy, load_lora, load_model, peft_config
 
 ADAPTER = "adapter_model.safetensors"
@@ -40,6 +41,14 @@ class State:
         self.parameters = list(self.names.values())
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1.0)
         self.generator = torch.Generator().manual_seed(seed)
+        self._seed = seed
+
+    def reset(self) -> "State":
+        """Become the state of a new run: a fresh LoRA and an optimizer without history."""
+        load_lora(self.policy, fresh_lora(self.policy, self._seed))
+        self.optimizer.state.clear()
+        self.generator.manual_seed(self._seed)
+        return self
 
     def write(self, directory: Path, *, base_model: str) -> dict[str, str]:
         """Write a checkpoint's files into `directory`. Returns the sha256 of the large ones."""

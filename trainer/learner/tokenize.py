@@ -6,6 +6,7 @@ with neither is tokenised again and counted.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,10 +52,12 @@ class Tokenized:
     """Choices that are not trained because the probabilities of their tokens are unknown."""
     ambiguous_choices: int = 0
     """Choices that could have been sampled from several prompts, which are not trained."""
+    sampled_at: Counter[int] = field(default_factory=Counter)
+    """Trained tokens by the step that sampled them, where it is known."""
 
     def counts(self, *, dropped: bool = False) -> dict[str, int]:
         """Every count by its name; of a trajectory that is dropped, only choices left out."""
-        names = vars(self).keys() - {"sequences"}
+        names = vars(self).keys() - {"sequences", "sampled_at"}
         if dropped:
             names = {"choices_without_logprobs", "ambiguous_choices"}
         return {name: getattr(self, name) for name in names}
@@ -72,6 +75,7 @@ class _Choice:
     logprobs: list[float]
     prompt: list[int] | None = None
     constrained: bool = False
+    step: int | None = None
 
 
 def tokenize_trajectory(
@@ -131,6 +135,8 @@ class _History:
         self.result.exact_prompts += choice.prompt is not None
         self.result.rendered_prompts += choice.prompt is None
         self.result.constrained += choice.constrained
+        if choice.step is not None:
+            self.result.sampled_at[choice.step] += len(completion)
         current = self.current
         if current is None or prompt[: len(current.ids)] != current.ids:
             # The first choice, or a template that rewrites history: start a new sequence.
@@ -208,7 +214,9 @@ def is_choice(item: Item) -> bool:
 def read_choice(item: Item) -> _Choice:
     """Read the ids and logprobs of a choice. Raises BadRequest for impossible ones."""
     if exact := exact_tokens.take(item):
-        choice = _Choice(exact.completion_ids, exact.logprobs, exact.prompt_ids, exact.constrained)
+        choice = _Choice(
+            exact.completion_ids, exact.logprobs, exact.prompt_ids, exact.constrained, exact.step
+        )
     else:
         tokens = _tokens(item)
         logprobs = [_logprob(token) for token in tokens]

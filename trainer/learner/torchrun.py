@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from trainer.processes.worker import OUT_OF_MEMORY, PARENT_VARIABLE, die_with_parent
+from trainer.processes.worker import OUT_OF_MEMORY, PARENT_VARIABLE, die_with_parent, run_worker
 
 JOIN_WITHIN = timedelta(minutes=30)  # other machines may still be starting
 NAME = "learner"  # of the run and of its rendezvous
@@ -150,4 +150,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_worker(main)

@@ -8,24 +8,28 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from kit.config import validate
 from kit.errors import KitError
 from trainer.base_model.resolve import resolve
-from trainer.config import LoraConfig, read_step_config
+from trainer.config import LoraConfig
 from trainer.errors import OutOfMemory
 from trainer.learner.learner import Learner
 from trainer.learner.world import World, join
 from trainer.policy.device import default_device, default_dtype, keep_freed_memory, release_memory
-from trainer.processes.worker import OUT_OF_MEMORY, die_with_parent, serve, take_stdin
+from trainer.processes.worker import OUT_OF_MEMORY, die_with_parent, run_worker, serve, take_stdin
+from trainer.step_config import read_step_config
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+OUT_OF_MEMORY_KEY = "out of memory"
 Settings = dict[str, Any]
 Handlers = dict[str, Callable[..., Any]]
 
@@ -38,18 +42,30 @@ def _lora(settings: Settings | None) -> LoraConfig | None:
 def handlers(learner: Learner) -> Handlers:
     """The functions that the server can call."""
 
+    def load(lora: Settings | None) -> None:
+        learner.load(_lora(lora))
+
     def prepare(checkpoints: str, lora: Settings | None) -> dict[str, int]:
         return {"step": learner.prepare(Path(checkpoints), _lora(lora))}
 
     def train(
-        checkpoints: str, groups: list[dict[str, Any]], config: Settings, lora: Settings | None
+        checkpoints: str,
+        groups: list[dict[str, Any]],
+        config: Settings,
+        lora: Settings | None,
+        parent: int | None = None,
     ) -> Iterator[dict[str, Any]]:
-        return learner.train(Path(checkpoints), groups, read_step_config(config), _lora(lora))
+        step = read_step_config(config)
+        return learner.train(Path(checkpoints), groups, step, _lora(lora), parent=parent)
 
-    def score(checkpoints: str, lora: Settings, **tokens: list[int]) -> list[float]:
-        return learner.score(Path(checkpoints), validate(LoraConfig, lora, source="lora"), **tokens)
+    def score(checkpoints: str, step: int, lora: Settings, **tokens: list[int]) -> list[float]:
+        settings = validate(LoraConfig, lora, source="lora")
+        return learner.score(Path(checkpoints), step, settings, **tokens)
 
-    return {"prepare": prepare, "train": train, "score": score, "release": release_memory}
+    return {
+        **{"load": load, "prepare": prepare, "train": train},
+        **{"score": score, "release": release_memory},
+    }
 
 
 def broadcast_call(world: World, name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,9 +97,23 @@ def exit_on_failure() -> Iterator[None]:
         if isinstance(error, KitError) and not out_of_memory:
             raise
         logger.exception("the learner's processes lost each other")
+        with suppress(Exception):  # the store is lost with its machine
+            out_of_memory = agree_on_out_of_memory(out_of_memory)
         logging.shutdown()
         # A normal exit would wait forever for the lost process.
         os._exit(OUT_OF_MEMORY if out_of_memory else 1)
+
+
+def agree_on_out_of_memory(here: bool) -> bool:
+    """Whether this or another process ran out of memory.
+
+    The others only see a lost connection, and may exit before the process that caused it.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(host, port, timeout=timedelta(seconds=10))
+    if here:
+        store.set(OUT_OF_MEMORY_KEY, "yes")
+    return store.check([OUT_OF_MEMORY_KEY])
 
 
 def follow(world: World, calls: Handlers) -> None:
@@ -111,6 +141,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--base-model", required=True)
     parser.add_argument("--dtype", choices=["auto", *DTYPES], default="auto")
     parser.add_argument("--quantization", choices=["fp8"], help="format of frozen weights")
+    parser.add_argument("--record", choices=["nothing", "own", "all"], default="nothing")
     arguments = parser.parse_args(given)
     keep_freed_memory()
     device, directory = default_device(), resolve(arguments.base_model)
@@ -123,6 +154,7 @@ def main(given: list[str] | None = None) -> None:
         device=device,
         world=world,
         fp8=arguments.quantization == "fp8",
+        record=arguments.record,
     )
     calls = handlers(learner)
     if world.rank > 0:
@@ -133,4 +165,4 @@ def main(given: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_worker(main)

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
 
 from trainer.errors import Unsupported
 from trainer.learner.pack import Row
@@ -42,6 +41,9 @@ class World:
                 "Full finetuning on several processes is not supported",
                 hint="Train a LoRA, or use one process",
             )
+        # Here, because most learners are alone and it is slow to import.
+        from torch.distributed.fsdp import fully_shard
+
         # A sharded group must have one dtype, so the LoRA and the norms, in fp32, stay whole.
         whole = {
             parameter

@@ -228,7 +228,7 @@ class Node:
     async def _keep_only(self, *, loras: list[str]) -> None:
         for lora in set(self._loras) - set(loras):
             await self._unload(lora=lora)
-        await asyncio.to_thread(self._store.keep_only, self._loras.values())
+        await asyncio.to_thread(self._store.keep_only, list(self._loras.values()))
 
     async def _sample(self, **params: Any) -> AsyncIterator[Json]:
         request = SampleRequest.from_json(params)

@@ -12,7 +12,11 @@ import sys
 from pathlib import Path
 
 from trainer.learner.process import MODULE, arguments
-from trainer.processes.worker import PARENT_VARIABLE, gpu_environment
+from trainer.processes.worker import (
+    PARENT_VARIABLE,
+    environment_without_keys,
+    gpu_environment,
+)
 
 logger = logging.getLogger(__name__)
 RESTART_DELAY = 1.0  # seconds
@@ -56,7 +60,7 @@ class Peers:
                     stdout=log,
                     stderr=log,
                     env={
-                        **os.environ,
+                        **environment_without_keys(),
                         **self._environment,
                         PARENT_VARIABLE: str(os.getpid()),
                     },

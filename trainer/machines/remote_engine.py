@@ -155,7 +155,13 @@ async def listen(
 
     try:
         return await serve(
-            handle, host, port, process_request=check, max_size=MAX_BYTES, compression=None
+            handle,
+            host,
+            port,
+            process_request=check,
+            origins=[None],  # no page in a browser
+            max_size=MAX_BYTES,
+            compression=None,
         )
     except OSError as error:
         raise TrainerError(

@@ -47,6 +47,7 @@ class CompiledLayers:
         self._plans: dict[int, Plan] = {}
         for layer in layers:
             join_frozen(layer, fp8=fp8)
+        torch.cuda.empty_cache()  # the separate weights: half of the model, in pieces too small
 
     def __call__(self, x: Tensor, view: View, *, recompute: bool | None = None) -> Tensor:
         """Run x [B, T, D] through the layers.

@@ -1,15 +1,20 @@
 """A policy's LoRA: its initialisation, its PEFT names and `adapter_config.json`. No TorchTune."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from trainer.base_model.architecture import Architecture
+from trainer.base_model.json_files import read_object
+from trainer.base_model.weight_files import expected_shapes
 from trainer.config import LoraConfig
 from trainer.errors import CheckpointError
 
+DAMAGED = "Use the step before it, or pull it again"
 # Hugging Face's name of a linear layer -> its path in TorchTune's layer.
 LINEARS = {
     "q_proj": "attn.q_proj",
@@ -40,15 +45,24 @@ def peft_name(layer: int, linear: str) -> str:
 
 
 def init_lora(policy: nn.Module, seed: int, *, device: torch.device | None = None) -> None:
-    """Set fresh LoRA weights: A random (Kaiming, as in PEFT), B zero, so nothing changes yet."""
-    generator = torch.Generator().manual_seed(seed)
-    for module in lora_modules(policy).values():
+    """Give the policy a fresh LoRA."""
+    fresh = fresh_lora(policy, seed)
+    for name, module in lora_modules(policy).items():
         at = device or module.lora_a.weight.device
+        module.lora_a.weight = nn.Parameter(fresh[f"{name}.lora_A.weight"].to(at))
+        module.lora_b.weight = nn.Parameter(fresh[f"{name}.lora_B.weight"].to(at))
+
+
+def fresh_lora(policy: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Fresh weights by PEFT name: A random (Kaiming, as in PEFT), B zero: nothing changes yet."""
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name, module in lora_modules(policy).items():
         bound = module.in_dim**-0.5
         a = torch.empty(module.rank, module.in_dim).uniform_(-bound, bound, generator=generator)
-        b = torch.zeros(module.out_dim, module.rank)
-        module.lora_a.weight = nn.Parameter(a.to(at))
-        module.lora_b.weight = nn.Parameter(b.to(at))
+        found[f"{name}.lora_A.weight"] = a
+        found[f"{name}.lora_B.weight"] = torch.zeros(module.out_dim, module.rank)
+    return found
 
 
 def lora_parameters(policy: nn.Module) -> dict[str, nn.Parameter]:
@@ -102,7 +116,52 @@ def peft_config(lora: LoraConfig, base_model: str) -> dict[str, Any]:
 
 def read_lora_config(directory: Path) -> LoraConfig:
     """Read the LoRA settings from `adapter_config.json` in `directory`."""
-    config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
-    return LoraConfig(
-        rank=config["r"], alpha=config["lora_alpha"], targets=tuple(config["target_modules"])
-    )
+    path = directory / "adapter_config.json"
+    config = read_object(path, CheckpointError, DAMAGED)
+    try:
+        return LoraConfig(
+            rank=config["r"], alpha=config["lora_alpha"], targets=tuple(config["target_modules"])
+        )
+    except KeyError as exc:
+        raise CheckpointError(f"`{path}` lacks {exc}", hint=DAMAGED) from exc
+    except (TypeError, ValueError) as exc:  # pydantic's errors are ValueErrors
+        faults: list[Any] = getattr(exc, "errors", list)()
+        fault = f"`{'.'.join(map(str, faults[0]['loc']))}`: {faults[0]['msg']}" if faults else exc
+        raise CheckpointError(f"`{path}` is no LoRA's config: {fault}", hint=DAMAGED) from exc
+
+
+def read_lora(directory: Path, architecture: Architecture) -> tuple[LoraConfig, dict[str, Tensor]]:
+    """Read the LoRA in `directory`, which must fit the base model. Layers may lack one."""
+    config = read_lora_config(directory)
+    path = directory / "adapter_model.safetensors"
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError, ValueError) as exc:
+        raise CheckpointError(f"`{path}` cannot be read: {exc}", hint=DAMAGED) from exc
+    bases = expected_shapes(architecture)
+    shapes: dict[str, tuple[int, int]] = {}
+    for layer in range(architecture.layers):
+        for linear in LINEARS:
+            name = peft_name(layer, linear)
+            outputs, inputs = bases[f"{name.removeprefix('base_model.model.')}.weight"]
+            shapes[f"{name}.lora_A.weight"] = config.rank, inputs
+            shapes[f"{name}.lora_B.weight"] = outputs, config.rank
+    for name, tensor in tensors.items():
+        other = (
+            name.replace(".lora_A.", ".lora_B.")
+            if ".lora_A." in name
+            else name.replace(".lora_B.", ".lora_A.")
+        )
+        if name not in shapes:
+            raise CheckpointError(f"`{path}` holds `{name}`, which does not fit", hint=DAMAGED)
+        if other not in tensors:
+            raise CheckpointError(f"`{path}` lacks `{other}`", hint=DAMAGED)
+        if tuple(tensor.shape) != shapes[name] or not tensor.is_floating_point():
+            raise CheckpointError(
+                f"`{name}` in `{path}` has shape `{list(tensor.shape)}` and type `{tensor.dtype}`, "
+                f"not `{list(shapes[name])}` of floats",
+                hint=DAMAGED,
+            )
+    if not tensors:
+        raise CheckpointError(f"`{path}` holds no tensors", hint=DAMAGED)
+    return config, tensors

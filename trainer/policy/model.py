@@ -5,10 +5,6 @@ weights, and the LoRA trained on it, therefore have the same values here, in PEF
 the names differ. Weights are memory-mapped, and frozen ones are never copied.
 """
 
-import importlib.util
-import logging
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +17,7 @@ from trainer.config import LoraConfig
 from trainer.policy.attention import Mask, View, attend, inverse_frequencies, rotations
 from trainer.policy.autograd_ops import lora_linear, rms_norm, rotate, swiglu
 from trainer.policy.compiled import CompiledLayers
+from trainer.policy.light_imports import light_torchtune
 from trainer.policy.logprobs import chosen_logprobs
 from trainer.policy.lora import (
     init_lora,
@@ -33,16 +30,7 @@ from trainer.policy.lora import (
 from trainer.policy.tree_mask import TreeMask
 from trainer.policy.weights import hugging_face_names, place_weights
 
-# TorchTune's `__init__` imports its data sets, with pandas and pyarrow: 2 of the 5 s of CPU time
-# that our imports take. We need `torchtune.modules` alone, so the package is registered without it.
-_spec = importlib.util.find_spec("torchtune")
-if _spec and "torchtune" not in sys.modules:
-    sys.modules["torchtune"] = importlib.util.module_from_spec(_spec)
-with warnings.catch_warnings():
-    # TorchTune 0.6.1 is older than our torchao and torch: its imports emit deprecation warnings.
-    warnings.simplefilter("ignore")
-    # torchao warns at every start that its extensions do not fit torch; we do not use them.
-    logging.getLogger("torchao").setLevel(logging.ERROR)
+with light_torchtune():
     from torchtune.modules import (
         FeedForward,
         MultiHeadAttention,

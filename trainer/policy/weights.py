@@ -1,12 +1,12 @@
 """Base model weights by Hugging Face name, memory-mapped from safetensors shards."""
 
-import json
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from trainer.base_model.weight_files import shards
 from trainer.errors import ModelError
 
 # TorchTune's name within a layer -> Hugging Face's.
@@ -80,7 +80,7 @@ def read_tensors(directory: Path, wanted: set[str]) -> dict[str, Tensor]:
 def stored_tensors(directory: Path, wanted: set[str] | None = None) -> dict[str, Tensor]:
     """Map the tensors in `directory`, or only those in `wanted`, from disk."""
     found: dict[str, Tensor] = {}
-    for shard in _shards(directory):
+    for shard in shards(directory):
         try:
             with safe_open(shard, framework="pt") as file:
                 names = set(file.keys())
@@ -91,13 +91,3 @@ def stored_tensors(directory: Path, wanted: set[str] | None = None) -> dict[str,
                 f"`{shard}` cannot be read: {exc}", hint="Download the model again"
             ) from exc
     return found
-
-
-def _shards(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return [directory / name for name in sorted(set(names))]
-    if (single := directory / "model.safetensors").is_file():
-        return [single]
-    return sorted(directory.glob("*.safetensors"))

@@ -10,20 +10,24 @@ import ctypes
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from kit.errors import KitError
 from kit.types import Json
 from trainer.errors import OutOfMemory, TrainerError, WorkerDied
 from trainer.processes.rpc import RpcClient, RpcServer
 
 logger = logging.getLogger(__name__)
 PARENT_VARIABLE = "ART_PARENT_PID"  # the pid of the parent, which may die before the child checks
+ERROR, HINT = "error: ", "hint: "  # how the lines of an error in a log begin
 OUT_OF_MEMORY = 77  # exit code of a process that does not fit on the GPU
+_KEY_NAME = re.compile(r"_(API|SECRET|PUBLIC)_KEY$")  # such as ART_API_KEY and OPENAI_API_KEY
 LIMIT = 1 << 30  # bytes in one line: a train request holds every trajectory of a step
 
 # How OpenMP threads wait for each other. On a machine with idle cores, most waits are shorter than
@@ -46,6 +50,7 @@ class Worker:
         self.name = name
         self.log = log
         self._environment = environment or {}
+        self._log_start = 0
         self._command = [sys.executable, "-m", module, *arguments]
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -64,15 +69,15 @@ class Worker:
     async def start(self) -> None:
         """Start the process and wait until it is ready."""
         ours, theirs = socket.socketpair()
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with theirs, self.log.open("ab") as log:
+        self._log_start = self.log.stat().st_size if self.log.exists() else 0
+        with theirs, open_log(self.log) as log:
             self._process = await asyncio.create_subprocess_exec(
                 *self._command,
                 stdin=theirs.fileno(),  # the only file that torchrun passes on to its children
                 stdout=log,
                 stderr=log,
                 env={
-                    **os.environ,
+                    **environment_without_keys(),
                     **openmp_environment(os.environ),
                     **self._environment,
                     PARENT_VARIABLE: str(os.getpid()),
@@ -139,16 +144,57 @@ class Worker:
         if code is not None and code < 0:
             how = f"was killed by `{signal.Signals(-code).name}`"
         else:
-            how = f"ended with exit code `{code}`: {last_line(self.log)}"
+            how = f"ended with exit code `{code}`: {cause(self.log, self._log_start)}"
         return WorkerDied(
             f"The {self.name} process {how}", hint=f"See `{self.log}` for its whole output"
         )
 
 
-def last_line(log: Path) -> str:
-    """Return the last line that a process logged; for a traceback, that is its cause."""
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "its log is empty"
+def cause(log: Path, start: int = 0) -> str:
+    """Return why a process ended: the last error in its log from byte `start` on.
+
+    Its own errors are in a line that begins with `error:`; a traceback ends with its cause.
+    """
+    try:
+        with log.open("rb") as file:
+            file.seek(start)
+            text = file.read().decode(errors="replace")
+    except OSError:
+        text = ""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    errors = [line.removeprefix(ERROR) for line in lines if line.startswith(ERROR)]
+    others = [line for line in lines if not line.startswith(HINT)]
+    return (errors or others or ["its log is empty"])[-1]
+
+
+def run_worker(main: Callable[[], None]) -> None:
+    """Run a worker's main function. An error of ours is logged in one line, without a traceback."""
+    try:
+        main()
+    except KitError as error:
+        sys.stderr.write(f"{ERROR}{' '.join(error.message.split())}\n")
+        if error.hint:
+            sys.stderr.write(f"{HINT}{error.hint}\n")
+        sys.exit(1)
+
+
+def open_log(path: Path) -> BinaryIO:
+    """Open the log of a process; a disk that takes none must not keep the process from starting."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("ab")
+    except OSError as error:
+        logger.error("`%s` cannot be written, so its output is lost: %s", path, error.strerror)
+        return open(os.devnull, "ab")
+
+
+def environment_without_keys() -> dict[str, str]:
+    """This process's environment for a child, without the keys that only this process needs.
+
+    Libraries in a child run code of others, and write their environment into logs and reports.
+    Credentials for downloads stay: those of Hugging Face and of clouds have other names.
+    """
+    return {name: value for name, value in os.environ.items() if not _KEY_NAME.search(name)}
 
 
 def gpu_environment(devices: str | None) -> dict[str, str]:
