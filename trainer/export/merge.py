@@ -1,17 +1,15 @@
-"""`trainer export`: merge a checkpoint into its base model and write a Hugging Face directory."""
+"""A checkpoint in Hugging Face's form: merged into its base model, or the LoRA alone."""
 
 import json
 import shutil
-import tempfile
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from trainer import checkpoint
-from trainer.base_model.resolve import resolve
-from trainer.errors import CheckpointError, Conflict
+from kit.manifest import MANIFEST
+from trainer.errors import CheckpointError
 from trainer.learner.state import ADAPTER, ADAPTER_CONFIG, FULL, read_tensors
 from trainer.policy.lora import read_lora_config
 from trainer.policy.weights import stored_tensors
@@ -22,29 +20,29 @@ TEXTS = ("*.json", "*.jinja", "*.model", "*.txt")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def export(
-    checkpoint_path: Path, output: Path, *, base_model: str | None = None, dtype: str = "bfloat16"
-) -> Path:
-    """Write the model of a checkpoint to the new directory `output`, and return it.
+def write_merged(directory: Path, checkpoint_path: Path, output: Path, dtype: str) -> None:
+    """Write a checkpoint merged into the base model in `directory` as a Hugging Face model."""
+    copy_texts(directory, output)
+    _set_dtype(output / "config.json", dtype)
+    _write_shards(merged(directory, checkpoint_path), output, DTYPES[dtype])
 
-    `base_model` defaults to the name in the checkpoint; give a directory if, for example, another
-    machine trained it from a hub id. `dtype` is `float32`, `bfloat16` or `float16`; LoRA and
-    weights are added in fp32 and rounded once.
-    """
-    manifest = checkpoint.verify(checkpoint_path)
-    if output.exists():
-        raise Conflict(f"`{output}` already exists", hint="Choose a new directory")
-    directory = resolve(base_model or manifest["base_model"])
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    try:
-        _copy_texts(directory, temporary, dtype)
-        _write_shards(merged(directory, checkpoint_path), temporary, DTYPES[dtype])
-        temporary.chmod(0o755)
-        temporary.rename(output)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return output
+
+def write_lora(directory: Path, checkpoint_path: Path, output: Path) -> None:
+    """Copy the LoRA of a checkpoint without its optimizer's state, in PEFT's form."""
+    lora_tensors(checkpoint_path)  # raises without one
+    for name in (ADAPTER, ADAPTER_CONFIG):
+        shutil.copyfile(checkpoint_path / name, output / name)
+    copy_texts(directory, output, ("tokenizer*.json", "special_tokens_map.json", "*.jinja"))
+
+
+def lora_tensors(checkpoint_path: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint's LoRA, by PEFT name."""
+    if (checkpoint_path / FULL).is_file():
+        raise CheckpointError(
+            f"The checkpoint `{checkpoint_path}` has no LoRA: all weights were trained",
+            hint="Export it without `--lora`",
+        )
+    return read_tensors(checkpoint_path / ADAPTER)
 
 
 def merged(directory: Path, checkpoint_path: Path) -> dict[str, Tensor]:
@@ -53,7 +51,7 @@ def merged(directory: Path, checkpoint_path: Path) -> dict[str, Tensor]:
     if (checkpoint_path / FULL).is_file():
         return tensors | read_tensors(checkpoint_path / FULL)
     lora = read_lora_config(checkpoint_path)
-    trained = read_tensors(checkpoint_path / ADAPTER)
+    trained = lora_tensors(checkpoint_path)
     for name, low in trained.items():
         if not name.endswith(".lora_A.weight"):
             continue
@@ -70,15 +68,19 @@ def merged(directory: Path, checkpoint_path: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _copy_texts(source: Path, target: Path, dtype: str) -> None:
-    for pattern in TEXTS:
+def copy_texts(source: Path, target: Path, patterns: tuple[str, ...] = TEXTS) -> None:
+    """Copy the files of a Hugging Face model that match `patterns`, but no index of weights."""
+    for pattern in patterns:
         for path in source.glob(pattern):
-            if not path.name.endswith(".index.json"):
+            if not path.name.endswith(".index.json") and path.name != MANIFEST:
                 shutil.copyfile(path, target / path.name)
-    config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+
+
+def _set_dtype(path: Path, dtype: str) -> None:
+    config = json.loads(path.read_text(encoding="utf-8"))
     config.pop("dtype", None)
     config["torch_dtype"] = dtype
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_shards(tensors: dict[str, Tensor], directory: Path, dtype: torch.dtype) -> None:
