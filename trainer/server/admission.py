@@ -5,48 +5,66 @@ import logging
 import sys
 from collections import defaultdict
 
-from trainer.config import StepConfig
 from trainer.errors import Conflict
 from trainer.server import captured
 from trainer.server.journal import JournaledRequest
 from trainer.server.ledger import Ledger
 from trainer.server.matching import recall
-from trainer.server.models import Model
+from trainer.server.model import Model
 from trainer.server.reports import Reports
 from trainer.server.training import Training
 from trainer.server.wire import TrainRequest
 from trainer.server.workers import Workers
+from trainer.step_config import StepConfig
 
 logger = logging.getLogger(__name__)
 MATCHED_STEPS = 32  # older samples are dropped from the ledger: nobody trains on them
 
 
+MOST_UNDER_WAY = 8  # steps of a model that wait or train; each keeps its request in memory
+REMEMBERED = 8  # steps of a model whose answer can be requested again
+
+
 class Admission:
-    """Starts one step at a time for each model, and knows the newest one of each."""
+    """Admits train requests of each model in order, and knows their steps."""
 
     def __init__(self, workers: Workers, ledger: Ledger, reports: Reports) -> None:
         self._workers = workers
         self._ledger = ledger
         self._reports = reports
-        self._newest: dict[str, Training] = {}
+        self._trainings: defaultdict[str, dict[int, Training]] = defaultdict(dict)
+        """The last steps of each model since this server started, in order."""
         self._admitting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     @property
     def running(self) -> bool:
-        return any(not training.done for training in self._newest.values())
+        return bool(self.under_way)
 
-    def newest(self, model: Model) -> Training | None:
-        """The model's newest step since this server started, under way or done."""
-        return self._newest.get(model.key)
+    @property
+    def under_way(self) -> list[str]:
+        """The steps that wait or train, as `PROJECT/NAME@STEP`."""
+        trainings = [it for known in list(self._trainings.values()) for it in list(known.values())]
+        return [it.model.lora_name(it.request.step) for it in trainings if not it.done]
+
+    def steps(self, model: Model) -> list[Training]:
+        """The model's last steps since this server started, in order, under way or done."""
+        return list(self._trainings.get(model.key, {}).values())
+
+    def find(self, model: Model, step: int) -> Training | None:
+        return self._trainings.get(model.key, {}).get(step)
 
     async def forget(self, model: Model) -> None:
-        """Forget a deleted model: its newest step, and everything that it sampled."""
-        self._newest.pop(model.key, None)
+        """Forget a deleted model: its steps, and everything that it sampled."""
+        self._trainings.pop(model.key, None)
         await asyncio.to_thread(self._ledger.forget, model.key, before=sys.maxsize)
 
     async def stop(self) -> None:
-        for training in self._newest.values():
-            await training.cancel()
+        # A request may still come in. Cancel all first: none must see another one end.
+        trainings = [it for known in list(self._trainings.values()) for it in known.values()]
+        for training in trainings:
+            training.cancel()
+        for training in trainings:
+            await training.cancelled()
 
     async def admit(
         self, model: Model, request: TrainRequest, config: StepConfig, base_model: str
@@ -56,18 +74,28 @@ class Admission:
         The same body sent again before its answer was delivered gets the same step.
         """
         async with self._admitting[model.key]:
-            newest = self.newest(model)
-            if newest and newest.request.digest == request.digest and model.journal.is_pending:
-                logger.info("%s: a request for step %s again", model.key, newest.request.step)
-                return newest
-            if newest and not newest.done:
+            trainings = self.steps(model)
+            for training in reversed(trainings):
+                if training.answers(request.digest):
+                    step = training.request.step
+                    logger.info("%s: a request for step %s again", model.key, step)
+                    return training
+            if any(training.failed for training in trainings):
+                # Steps that were trained from a failed one are removed with it.
+                for training in trainings:
+                    await training.finished()
+            under_way = [training for training in trainings if not training.done]
+            if len(under_way) >= MOST_UNDER_WAY:
                 raise Conflict(
-                    f"Model `{model.name}` is training already", hint="Wait for that step to end"
+                    f"Model `{model.name}` has {len(under_way)} steps under way",
+                    hint="Wait until one of them ends",
                 )
-            if newest:
-                await newest.synced()  # the new request takes its place in the journal
+            for training in trainings:
+                if training.sync.failed:
+                    await training.sync.ended()  # raises while the disk still refuses
+            newest = under_way[-1] if under_way else None
             journaled = JournaledRequest(
-                step=model.step + 1,
+                step=(newest.request.step if newest else model.step) + 1,
                 digest=request.digest,
                 base_model=base_model,
                 model=request.model.model_dump(mode="json", by_alias=True),
@@ -75,6 +103,9 @@ class Admission:
                 config=config.model_dump(mode="json"),
             )
             await asyncio.to_thread(self._write, model, journaled)
+            if newest and newest.failed:  # while the request was written
+                model.journal.forget(journaled.step)
+                raise newest.failed_first(journaled.step)
             return self.start(model, journaled)
 
     def _write(self, model: Model, request: JournaledRequest) -> None:
@@ -82,12 +113,21 @@ class Admission:
         supervised = request.config.get("kind") == "sft"
         choices = captured.to_histories(request.groups, supervised=supervised)
         captured.check(choices, self._ledger, model.key, tokenizer)
-        recall(self._ledger, request.groups, tokenizer)
-        model.journal.begin(request)
+        recall(self._ledger, request.groups, tokenizer, model=model.key)
+        model.check_newest()
+        model.discard(request.step)  # of a step that failed while the disk was read-only
         self._ledger.forget(model.key, before=request.step - MATCHED_STEPS)
+        model.journal.begin(request)  # last: whatever is refused must not be in the journal
 
     def start(self, model: Model, request: JournaledRequest) -> Training:
-        """Train a journaled request."""
-        training = Training(model, request, self._workers, self._reports)
-        self._newest[model.key] = training
+        """Train a journaled request, after the steps that were started before."""
+        known = self._trainings[model.key]
+        for step in [step for step in known if step >= request.step]:
+            del known[step]  # they failed
+        previous = known[max(known)] if known else None
+        training = Training(model, request, self._workers, self._reports, previous)
+        known[request.step] = training
+        for step in [step for step, it in known.items() if it.done][:-REMEMBERED]:
+            model.journal.delivered(step)  # nobody has requested its answer again
+            del known[step]
         return training

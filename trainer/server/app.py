@@ -1,32 +1,45 @@
 """`trainer serve`: one ASGI app on two ports, in a process that never imports torch."""
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
+from types import FrameType
 
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import PlainTextResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.types import ASGIApp
 
 from kit.errors import ConfigError
+from kit.files import make_private
+from kit.state_dir import STATE_DIR, ignore_in_git
 from trainer.config import ServerConfig
-from trainer.errors import TrainerError
 from trainer.server import guard
 from trainer.server.backend import Backend
+from trainer.server.browsers import BrowserGuard
 from trainer.server.chat.template_limits import HEADER
+from trainer.server.crowd import Crowd
 from trainer.server.disconnects import LEFT, ClientLeft
 from trainer.server.error_answers import add_handlers
 from trainer.server.lease import unpulled_warnings, watch_lease
 from trainer.server.messages.errors import AnthropicErrors
+from trainer.server.pulled import refuse_training
 from trainer.server.routes import art, completions, messages, openai, preview, responses, rollouts
+from trainer.server.routes.page import Page
+from trainer.server.stopping import end_within
 from trainer.server.workers import WrapEngine
 
 logger = logging.getLogger(__name__)
+KEEP_ALIVE = 120  # seconds
+GRACE_SECONDS = 5  # for requests in flight
+STOP_SECONDS = 10.0  # for everything
 LOOPBACK_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 
@@ -35,8 +48,10 @@ def create_app(config: ServerConfig, backend: Backend) -> FastAPI:
 
     @app.get("/health")
     @app.get("/healthcheck")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
+    async def health() -> Response:
+        # A server that starts or lacks a file is up: launcher and clients wait for this answer.
+        report = backend.health.report()
+        return JSONResponse(report, status_code=503 if backend.health.stopping else 200)
 
     @app.get("/metrics")
     async def metrics() -> PlainTextResponse:
@@ -48,8 +63,14 @@ def create_app(config: ServerConfig, backend: Backend) -> FastAPI:
 
     add_handlers(app)
     key = config.api_key.get_secret_value() if config.requires_key and config.api_key else None
-    app.add_middleware(guard.Guard, key=key)
-    app.add_middleware(AnthropicErrors)  # outside the guard: it sees the guard's errors too
+    app.add_middleware(Crowd, limit=config.max_requests)
+    page = Page(backend)
+    app.state.events = page.events
+    app.add_middleware(guard.Guard, key=key, sessions=page.sessions)
+    app.add_middleware(
+        BrowserGuard, host=config.host, allowed=config.allowed_hosts, any_host=key is not None
+    )
+    app.add_middleware(AnthropicErrors)  # outside the guards: it sees their errors too
     if config.cors:  # outside the guard: a browser's preflight request has no key
         app.add_middleware(
             CORSMiddleware,
@@ -58,8 +79,10 @@ def create_app(config: ServerConfig, backend: Backend) -> FastAPI:
             allow_headers=["*"],
             expose_headers=[HEADER],
         )
-    app.include_router(art.routes(backend))
-    app.include_router(preview.routes(backend))
+    app.include_router(page.router)
+    training = [Depends(refuse_training(config.checkpoint))] if config.checkpoint else []
+    app.include_router(art.routes(backend), dependencies=training)
+    app.include_router(preview.routes(backend), dependencies=training)
     app.include_router(rollouts.routes(backend))
     for api in (openai, completions, responses, messages):
         router = api.routes(backend)
@@ -86,10 +109,24 @@ def serve(config: ServerConfig, *, wrap_engine: WrapEngine | None = None) -> Non
             f"Refusing to accept engines on `{config.nodes_host}` without a key",
             hint="Set `ART_API_KEY`, here and for `trainer engine` on the other machines",
         )
+    _allow_many_connections()
+    os.umask(0o077)  # rollouts, keys in logs and weights are nobody else's
+    if config.state_path.name == STATE_DIR:  # in the user's project, perhaps
+        ignore_in_git(config.state_path)
+    make_private(config.state_path)
+    for path in config.state_path.glob("*"):
+        make_private(path)
     sockets = [_bind(config.host, port) for port in (config.port, config.openai_port)]
     control, openai = (bound.getsockname()[1] for bound in sockets)
     backend = Backend(config, openai_port=openai, wrap_engine=wrap_engine)
     asyncio.run(_serve(config, backend, sockets, control))
+
+
+def _allow_many_connections() -> None:
+    """Raise the limit on open files: each connection is one, and the usual limit is 1,024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS has another limit of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -122,39 +159,57 @@ class _Server(uvicorn.Server):
         super().__init__(config)
         self._backend = backend
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        end_within(STOP_SECONDS, self._backend)
+        super().handle_exit(sig, frame)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._backend.health.stopping = True
+        self.config.app.state.events.stop()  # type: ignore[union-attr]
         await super().shutdown(sockets)
         await self._backend.stop()
+
+
+def uvicorn_config(app: ASGIApp) -> uvicorn.Config:
+    """The settings of the web server."""
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=GRACE_SECONDS,
+        # Longer than any client keeps an idle connection (httpx 5 s, Go 90 s). A client that
+        # sends a request while the server closes the connection loses it.
+        timeout_keep_alive=KEEP_ALIVE,
+    )
 
 
 async def _serve(
     config: ServerConfig, backend: Backend, sockets: list[socket.socket], control: int
 ) -> None:
-    settings = uvicorn.Config(
-        create_app(config, backend),
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        timeout_graceful_shutdown=10,
-    )
-    server = _Server(settings, backend)
+    server = _Server(uvicorn_config(create_app(config, backend)), backend)
     # The backend is stopped when uvicorn raises the signal again, so SIGTERM means exit code 0.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
     logging.getLogger("uvicorn.error").addFilter(_NoCancelledRequests())
     serving = asyncio.create_task(server.serve(sockets=sockets))
     watching = asyncio.create_task(watch_lease(config, backend, server))
+    starting = asyncio.create_task(backend.start())
     try:
-        await backend.start()
-        logger.info("control API on http://%s:%s", config.host, control)
-        logger.info("OpenAI API on http://%s:%s/v1", config.host, backend.openai_port)
+        await asyncio.wait((starting, serving), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            logger.info("control API on http://%s:%s", config.host, control)
+            logger.info("OpenAI API on http://%s:%s/v1", config.host, backend.openai_port)
         await serving
-    except TrainerError:
-        server.should_exit = True
-        await serving
-        raise
     finally:
         lease_over = watching.done()
         watching.cancel()
+        server.should_exit = True  # also if the start failed: nobody must talk to half a server
+        failed = starting.done() and not starting.cancelled() and starting.exception() is not None
+        end_within(STOP_SECONDS, backend, code=int(failed))
+        starting.cancel()
+        await asyncio.gather(starting, serving, return_exceptions=True)
         await backend.stop()
         if lease_over:
             for line in unpulled_warnings(config):

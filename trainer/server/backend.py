@@ -7,18 +7,24 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 
+from kit.errors import KitError
+from kit.state_dir import DATABASES
 from kit.types import Json
 from trainer.config import ServerConfig
 from trainer.engines.choose import engine_kind
 from trainer.engines.engine import Delta, SampleRequest
-from trainer.errors import BadRequest, TrainerError
+from trainer.errors import BadRequest
 from trainer.exact_tokens import new_choice_id
 from trainer.server import history
 from trainer.server.admission import Admission
 from trainer.server.client_settings import check_internal_config, lora_config
+from trainer.server.health import Health
 from trainer.server.journal import interrupted
 from trainer.server.ledger import Entry, Ledger
-from trainer.server.models import Model, Models
+from trainer.server.model import Model
+from trainer.server.models import Models
+from trainer.server.pulled import open_checkpoint
+from trainer.server.recorder import Recorder
 from trainer.server.reports import Reports
 from trainer.server.responses.store import ResponseStore
 from trainer.server.rollouts import Rollouts
@@ -41,13 +47,16 @@ class Backend:
         self.openai_port = openai_port
         self.last_activity = time.monotonic()
         state = config.state_path
-        self.models = Models(state)
-        self.ledger = Ledger(state / "ledger.db")
-        self.rollouts = Rollouts(state / "rollouts.db")
-        self.responses = ResponseStore(state / "responses.db")
-        self.threads = ResponseStore(state / "threads.db")
-        self.reports = Reports(config)
+        self.health = Health(state)
+        self.models = Models(state, self.health)
+        ledger, rollouts, responses, threads = (state / name for name in DATABASES)
+        self.ledger = Ledger(ledger, health=self.health)
+        self.rollouts = Rollouts(rollouts, health=self.health)
+        self.responses = ResponseStore(responses, health=self.health)
+        self.threads = ResponseStore(threads, health=self.health)
         self.workers = Workers(config, wrap_engine)
+        self.recorder = Recorder(config, lambda: self.workers.tokenizer)
+        self.reports = Reports(config, self.recorder)
         self.admission = Admission(self.workers, self.ledger, self.reports)
         self.storage = Storage(self.models, self.workers, self.admission)
         self._starting = asyncio.Lock()
@@ -64,34 +73,46 @@ class Backend:
 
         The models it served are served again, and every step it left unfinished is completed.
         """
+        self.reports.gpus.start()
         if not self.config.base_model:
             return
-        self.models.starting = True
+        self.models.starting = self.health.starting = True
         try:
             await self._start_workers(self.config.base_model)
-            await self._resume()
+            await (self._serve_checkpoint() if self.config.checkpoint else self._resume())
         finally:
-            self.models.starting = False
+            self.models.starting = self.health.starting = False
+
+    async def _serve_checkpoint(self) -> None:
+        model = await asyncio.to_thread(open_checkpoint, self.config, self.health)
+        await self.workers.load(model, model.step)
+        self.models.serve_pulled(model)
 
     async def _resume(self) -> None:
-        requests = interrupted(self.models.state, self.config.base_model)
-        unfinished = (ModelWire.model_validate(request.model) for request in requests)
-        for wire in itertools.chain(self.models.to_restore(), unfinished):
+        requests = interrupted(self.models.state, self.config.base_model, self.health)
+        unfinished = (request.model for request in requests)
+        for sent in itertools.chain(self.models.to_restore(), unfinished):
+            name = f"{sent.get('project')}/{sent.get('run_name') or sent.get('name')}"
             try:
-                await self.prepare(wire)
-            except TrainerError as error:  # the other models are still served
-                logger.warning("%s is not served again: %s", wire.run, error.message)
+                await self.prepare(ModelWire.model_validate(sent))
+            except Exception as error:  # the other models are still served
+                if not isinstance(error, KitError):
+                    logger.exception("%s", name)
+                cause = error.message if isinstance(error, KitError) else repr(error)
+                self.health.degrade(name, f"`{name}` is not served again: {cause}")
 
     async def stop(self) -> None:
         """Stop everything; a second call does nothing."""
-        self.models.clear_restart()
+        self.health.stopping = True
+        if not self.config.checkpoint:  # then they are those of a server that trains
+            self.models.clear_restart()
         await self.admission.stop()
         await self.workers.stop()
+        self.reports.gpus.stop()
         await self.reports.wandb.stop()
-        self.ledger.close()
-        self.rollouts.close()
-        self.responses.close()
-        self.threads.close()
+        await self.recorder.stop()
+        for store in (self.ledger, self.rollouts, self.responses, self.threads):
+            store.close()
 
     # Models
 
@@ -110,7 +131,7 @@ class Backend:
     async def prepare(self, wire: ModelWire) -> None:
         """Start the workers if they do not run yet, and serve the model's newest checkpoint."""
         model = await self.register(wire)
-        if model is None or wire.base_model is None:
+        if model is None or not wire.base_model:
             raise BadRequest(
                 f"Model `{wire.name}` cannot be trained: it names no base model",
                 hint="Register an `art.TrainableModel` with a `base_model`",
@@ -122,17 +143,19 @@ class Backend:
         self.models.serve(model, wire)
 
     async def _prepare(self, model: Model) -> None:
-        """Serve a model's newest checkpoint, and finish the step that was interrupted, if any."""
-        async with self.workers.gate.training():
+        """Serve a model's newest checkpoint, and finish the steps that were interrupted, if any."""
+        requests = await asyncio.to_thread(model.unfinished)
+        async with self.workers.learning, contextlib.AsyncExitStack() as turn:
+            if self.workers.takes_turns:
+                await turn.enter_async_context(self.workers.gate.closed())
             step = await self.workers.learner.prepare(model.checkpoints, model.lora)
             model.add_step(step)
             model.step = step
             await self.workers.load(model, step)
-        request = await asyncio.to_thread(model.unfinished)
-        # No `await` between this line and the start of the step: a new request could overtake it.
+        # No `await` between this line and the start of the steps: no new request overtakes them.
         model.prepared = True
-        if request:
-            await self.admission.start(model, request).wait()
+        for training in [self.admission.start(model, request) for request in requests]:
+            await training.wait()
 
     async def _start_workers(self, base_model: str, engine_args: Json | None = None) -> None:
         async with self._starting:
@@ -152,9 +175,10 @@ class Backend:
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yield (policy step, delta), and record every choice that finishes under a new id.
 
-        The name is resolved after the wait for a training step, so the request gets the new
-        weights. Unless `request.stream`, all deltas come at the end, so that a death of the
-        engine loses none. `template` holds the tools and variables that rendered the prompt.
+        A request samples from one step to its end. A name without a step means the newest served
+        one when the request begins, after a wait at the gate. Unless `request.stream`, all deltas
+        come at the end, so that a death of the engine loses none. `template` holds the tools and
+        variables that rendered the prompt.
         """
         async with self.workers.gate.sampling():
             self.last_activity = time.monotonic()
@@ -201,6 +225,12 @@ class Backend:
                 hint="Call `model.register(backend)`, which prepares it, and wait for it",
             )
         config = step_config(request, model)
+        if not any(map(_has_something, request.trajectory_groups)):
+            raise BadRequest(
+                "The request holds no trajectories, and a step that trains on nothing would look "
+                "like progress",
+                hint="Send at least one group, or leave the step out if every run failed",
+            )
         return await self.admission.admit(model, request, config, self.models.base_model or "")
 
     async def log(self, wire: ModelWire, groups: list[Json], split: str) -> None:
@@ -208,4 +238,10 @@ class Backend:
         step = self.models.get(wire).step if wire.trainable else 0
         directory = self.models.directory(wire)
         line = await asyncio.to_thread(history.log, directory, step, groups, split)
+        self.recorder.logged(directory, step, groups, split)
         self.reports.wandb.send(wire.project, wire.run, step, line)
+
+
+def _has_something(group: Json) -> bool:
+    """Whether a group holds trajectories, or the errors of runs, which are counted."""
+    return bool(group.get("trajectories") or group.get("exceptions"))

@@ -2,7 +2,8 @@
 
 The engine continues a fixed prompt greedily, and the learner scores the same tokens. In bf16 the
 logprobs differ slightly; a larger difference means that the engine serves other weights. Nothing
-waits for the check: the step is already served, and the next rollouts run beside it.
+waits for the check: the step is already served, and rollouts and the next step run beside it. If
+the learner trains another step meanwhile, it scores afterwards, with the LoRA of the checked step.
 """
 
 import logging
@@ -10,7 +11,7 @@ import logging
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.engine import Engine, SampleRequest
 from trainer.learner.process import LearnerProcess
-from trainer.server.models import Model
+from trainer.server.model import Model
 
 logger = logging.getLogger(__name__)
 PROMPT = "Count from one to ten."
@@ -21,10 +22,15 @@ BOUNDS = {None: 0.1, "fp8": 0.3}
 
 
 async def check(
-    engine: Engine, learner: LearnerProcess, tokenizer: Tokenizer, model: Model, bound: float
+    engine: Engine,
+    learner: LearnerProcess,
+    tokenizer: Tokenizer,
+    model: Model,
+    step: int,
+    bound: float,
 ) -> dict[str, float]:
-    """Return the mean absolute difference of their logprobs at the model's newest step."""
-    lora = model.lora_name(max(model.steps))
+    """Return the mean absolute difference of their logprobs at a step of the model."""
+    lora = model.lora_name(step)
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": PROMPT}])
     request = SampleRequest(prompt, lora=lora, max_tokens=TOKENS, temperature=0)
     tokens: list[int] = []
@@ -32,7 +38,7 @@ async def check(
     async for delta in engine.sample(request):
         tokens += delta.token_ids
         sampled += delta.logprobs
-    scored = await learner.score(model.checkpoints, model.lora, prompt, tokens)
+    scored = await learner.score(model.checkpoints, step, model.lora, prompt, tokens)
     difference = sum(abs(a - b) for a, b in zip(sampled, scored, strict=True)) / len(tokens)
     if not difference <= bound:
         logger.warning(

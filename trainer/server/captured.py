@@ -58,8 +58,15 @@ def to_histories(groups: list[Json], *, supervised: bool) -> list[Captured]:
                     f"{place} has both `exchanges` and `messages_and_choices`",
                     hint="Send one of them",
                 )
-            captured = list(_choices(exchanges, place))
-            first, *more = [one.wire() for one in join(one.turn for one in captured)] or [{}]
+            try:
+                captured = list(_choices(exchanges, place))
+                histories = [one.wire() for one in join(one.turn for one in captured)]
+            except (AttributeError, KeyError, TypeError) as exc:
+                raise BadRequest(
+                    f"{place} has an invalid exchange: {exc!r}",
+                    hint="Send exchanges as openpipe-art recorded them",
+                ) from exc
+            first, *more = histories or [{}]
             trajectory.update(first, additional_histories=more)
             found += [one for one in captured if not supervised or one.kind != KINDS[0]]
     return found
@@ -87,16 +94,10 @@ def _choices(exchanges: Any, place: str) -> Iterator[Captured]:
         )
     listed = [(kind, exchange) for kind in KINDS for exchange in exchanges.get(kind) or []]
     for kind, exchange in sorted(listed, key=_start_time):
-        try:
-            request, response = exchange["request"], exchange["response"]
-            model = str(exchange.get("model") or request.get("model") or response.get("model"))
-            for turn in _TURNS[kind](request, response):
-                yield Captured(turn, kind, model, place)
-        except (AttributeError, KeyError, TypeError) as exc:
-            raise BadRequest(
-                f"{place} has an invalid `{kind}` exchange: {exc!r}",
-                hint="Send exchanges as openpipe-art recorded them",
-            ) from exc
+        request, response = exchange["request"], exchange["response"]
+        model = str(exchange.get("model") or request.get("model") or response.get("model"))
+        for turn in _TURNS[kind](request, response):
+            yield Captured(turn, kind, model, place)
 
 
 def _start_time(listed: tuple[str, Any]) -> str:

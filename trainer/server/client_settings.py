@@ -7,16 +7,12 @@ import logging
 from typing import Any
 
 from kit.types import Json
-from trainer.config import (
-    GrpoConfig,
-    LoraConfig,
-    ServerConfig,
-    is_loopback,
-)
+from trainer.config import LoraConfig, ServerConfig, is_loopback
 from trainer.engines import vllm_args
 from trainer.errors import BadRequest, Unsupported
 from trainer.server.step_settings import an_object, checked, max_seq_length, our_names
 from trainer.server.wire import ModelWire, without_nulls
+from trainer.step_config import GrpoConfig
 
 logger = logging.getLogger(__name__)
 

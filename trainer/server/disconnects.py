@@ -1,16 +1,14 @@
 """Stops the work for a client that disconnects before its answer.
 
-uvicorn does not notify a handler, and Starlette leaves a cut stream to the garbage collector.
-Either way the request would hold the gate, and the next training step would wait for it.
+uvicorn does not notify a handler, so the request would be sampled to its end, and a step that takes
+turns would wait for it. `trainer/server/streams.py` does the same for an answer that has begun.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from fastapi import Request
-from fastapi.responses import StreamingResponse
-from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 LEFT = 499  # nginx's status for a closed connection; no client reads it
@@ -38,21 +36,3 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-class ClosingStream(StreamingResponse):
-    """A stream of events that always closes its sources when it ends."""
-
-    def __init__(
-        self, *sources: AsyncGenerator[Any, None], headers: Mapping[str, str] | None = None
-    ) -> None:
-        """Send the first of `sources`, which reads from the others."""
-        super().__init__(sources[0], media_type="text/event-stream", headers=headers)
-        self._sources = sources
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            for source in self._sources:
-                await source.aclose()

@@ -1,6 +1,9 @@
 """Errors as JSON: ART's clients and curl read `detail`, OpenAI's and Anthropic's read `error`."""
 
+import json
+import logging
 import re
+import sqlite3
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -9,8 +12,9 @@ from starlette.exceptions import HTTPException
 
 from kit.errors import KitError
 from kit.types import Json
-from trainer.errors import Unsupported
+from trainer.errors import Unsupported, is_storage_fault, storage_error
 
+logger = logging.getLogger(__name__)
 PAGE = "`docs/api.md` lists what is served"
 _TYPES = {
     401: "authentication_error",
@@ -61,16 +65,23 @@ _AGENT_API = re.compile(r"(/rollouts/[^/]+)?/v1/(?!preview/)")
 def error(
     status: int, message: str, hint: str, *, param: str | None = None, code: str | None = None
 ) -> JSONResponse:
-    """An error response; its type follows from the status, as OpenAI's does."""
-    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    body = {
-        "message": message,
-        "hint": hint,
-        "type": kind,
-        "param": param,
-        "code": code or _CODES.get(status),
-    }
+    """An error response."""
+    body = _object(status, message, hint, param, code)
     return JSONResponse({"detail": message, "error": body}, status_code=status)
+
+
+def error_event(fault: KitError) -> str:
+    """The last event of a stream that cannot be completed, as OpenAI's clients read it."""
+    status, code = getattr(fault, "status", 500), getattr(fault, "code", None)
+    body = _object(status, fault.message, fault.hint, None, code)
+    return f"data: {json.dumps({'error': body})}\n\n"
+
+
+def _object(status: int, message: str, hint: str, param: str | None, code: str | None) -> Json:
+    """The object of an error; its type follows from the status, as OpenAI's does."""
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    code = code or _CODES.get(status)
+    return {"message": message, "hint": hint, "type": kind, "param": param, "code": code}
 
 
 def add_handlers(app: FastAPI) -> None:
@@ -89,6 +100,14 @@ def add_handlers(app: FastAPI) -> None:
             param=getattr(fault, "param", None),
             code=getattr(fault, "code", None),
         )
+
+    @app.exception_handler(OSError)
+    @app.exception_handler(sqlite3.Error)
+    async def storage_fault(request: Request, fault: OSError | sqlite3.Error) -> JSONResponse:
+        if not is_storage_fault(fault):
+            raise fault  # a bug, which is logged with its traceback
+        logger.error("%s `%s`: %s", request.method, request.url.path, fault)
+        return await kit_error(request, storage_error(fault))
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, fault: RequestValidationError) -> JSONResponse:

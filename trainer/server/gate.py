@@ -1,4 +1,4 @@
-"""Sampling and training take turns: requests wait while a step trains instead of failing."""
+"""Closes the engine to requests where it cannot sample: they wait instead of failing."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -6,20 +6,24 @@ from contextlib import asynccontextmanager
 
 
 class Gate:
-    """Many requests sample at once; training waits for those in flight and blocks new ones."""
+    """Many requests sample at once; closing the gate waits for those in flight and blocks new ones.
+
+    Closed are a step that needs the engine's memory, a step of a server that takes turns, and a
+    restart of the engine with other settings.
+    """
 
     def __init__(self) -> None:
         self._waiting: list[asyncio.Future[None]] = []
         self._sampling = 0
-        self._training = False
+        self._closed = False
 
     @property
     def in_use(self) -> bool:
-        return self._training or self._sampling > 0
+        return self._closed or self._sampling > 0
 
     @asynccontextmanager
     async def sampling(self) -> AsyncIterator[None]:
-        await self._until(lambda: not self._training)
+        await self._until(lambda: not self._closed)
         self._sampling += 1
         try:
             yield
@@ -28,14 +32,14 @@ class Gate:
             self._changed()
 
     @asynccontextmanager
-    async def training(self) -> AsyncIterator[None]:
-        await self._until(lambda: not self._training)
-        self._training = True  # from here on new requests wait
+    async def closed(self) -> AsyncIterator[None]:
+        await self._until(lambda: not self._closed)
+        self._closed = True  # from here on new requests wait
         try:
             await self._until(lambda: self._sampling == 0)
             yield
         finally:
-            self._training = False
+            self._closed = False
             self._changed()
 
     async def _until(self, ready: Callable[[], bool]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from trainer.page.sessions import Sessions
 from trainer.server.error_answers import error
 
 OPEN_PATHS = {"/health", "/healthcheck"}
@@ -20,16 +21,25 @@ _DROP = bytes(byte for byte in range(256) if byte not in _KEEP)
 class Guard:
     """Answers 401, 413 and 400 itself; requests that pass have a complete, bounded body."""
 
-    def __init__(self, app: ASGIApp, *, key: str | None, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        key: str | None,
+        max_bytes: int = MAX_BYTES,
+        sessions: Sessions | None = None,
+    ) -> None:
         self._app = app
         self._key = key.encode() if key else None
         self._max_bytes = max_bytes
+        self._sessions = sessions
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         headers = dict(scope["headers"])
-        if not self._may_pass(scope["path"], headers):
+        opens_page = self._sessions is not None and self._sessions.may_pass(scope)
+        if not opens_page and not self._may_pass(scope["path"], headers):
             hint = "Send `ART_API_KEY` as bearer token: it is the API key of the agent's client"
             answer = error(401, "The request carries no valid key", hint)
             return await answer(scope, receive, send)
@@ -54,7 +64,7 @@ class Guard:
 
     async def _read(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
         length = headers.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > self._max_bytes:
+        if not length.isdigit() or len(length) > 18 or int(length) > self._max_bytes:
             return None
         body = bytearray()
         while True:

@@ -5,15 +5,15 @@ call.
 """
 
 import contextlib
-import json
 import logging
 import math
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kit.files import append_lines, read_lines
 from kit.state_dir import HISTORY, TRAJECTORIES, step_name
 from kit.types import Json
 from trainer.errors import BadRequest
@@ -35,16 +35,13 @@ def store(directory: Path, step: int, groups: Sequence[Json], split: str) -> Non
     """Append the trajectories of `groups` to those of the step."""
     path = directory / TRAJECTORIES / split / f"{step_name(step)}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        for group in groups:
-            file.write(json.dumps({"trajectories": _members(group)}) + "\n")
+    append_lines(path, ({"trajectories": _members(group)} for group in groups))
 
 
 def append(directory: Path, line: Json) -> None:
     """Append a line of metrics to the history, with the current time."""
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / HISTORY).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({**line, "recorded_at": time.time()}) + "\n")
+    append_lines(directory / HISTORY, [{**line, "recorded_at": time.time()}])
 
 
 def averages(groups: Sequence[Json]) -> dict[str, float]:
@@ -74,10 +71,14 @@ def by_step(directory: Path) -> dict[int, dict[str, float]]:
     """The mean of every logged metric, for each step."""
     found: dict[int, dict[str, list[float]]] = {}
     for line in _lines(directory / HISTORY):
-        metrics = found.setdefault(int(line.pop("step")), {})
+        step = line.pop("step", None)
+        if not isinstance(step, int):
+            continue
+        metrics = found.setdefault(step, {})
         line.pop("recorded_at", None)
         for name, value in line.items():
-            metrics.setdefault(name, []).append(value)
+            if isinstance(value, int | float):
+                metrics.setdefault(name, []).append(value)
     return {
         step: {name: _mean(values) for name, values in metrics.items()}
         for step, metrics in sorted(found.items())
@@ -100,12 +101,11 @@ def smoothed(directory: Path, benchmark: str, alpha: float) -> dict[int, float]:
     return result
 
 
-def _lines(path: Path) -> Iterator[Json]:
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
-        try:
-            yield json.loads(line)
-        except ValueError:  # cut off when the disk was full
-            logger.warning("skipping a line of `%s` that is not JSON", path)
+def _lines(path: Path) -> list[Json]:
+    found = read_lines(path)
+    if found.skipped:
+        logger.warning("`%s`: skipping lines that are no JSON objects: %s", path, found.skipped)
+    return found.rows
 
 
 def _members(group: Json) -> list[Json]:

@@ -20,14 +20,13 @@ async def watch_lease(
 ) -> None:
     """Make the server exit once it is idle or out of lease; SkyPilot's autostop does the rest."""
     started = time.monotonic()
+    pulls = PullWatch(config.state_path)
     while True:
         await asyncio.sleep(interval)
         now = time.monotonic()
         if backend.busy:
             backend.last_activity = now
-        idle = (now - backend.last_activity) / 60
-        if config.exit_when_idle and idle >= config.exit_when_idle:
-            idle = min(idle, minutes_since_pull(config.state_path))
+        idle = (now - max(backend.last_activity, pulls.last_sign(now))) / 60
         if config.exit_when_idle and idle >= config.exit_when_idle:
             logger.warning("exiting: nothing was sampled or trained for %.0f minutes", idle)
             break
@@ -37,12 +36,30 @@ async def watch_lease(
     server.should_exit = True
 
 
-def minutes_since_pull(state: Path) -> float:
-    """Minutes since `launcher pull` last wrote its mark, which it repeats while it runs."""
-    try:
-        return (time.time() - (state / PULLED).stat().st_mtime) / 60
-    except OSError:
-        return math.inf
+class PullWatch:
+    """Notices when `launcher pull` writes its mark, which it repeats while bytes arrive.
+
+    Only a change of the mark counts, not its age: a wall clock that is set forward cannot hide a
+    pull, and one that is set back cannot make an old pull last.
+    """
+
+    def __init__(self, state: Path) -> None:
+        self._mark = state / PULLED
+        self._seen = self._written()
+        self._last_sign = -math.inf
+
+    def last_sign(self, now: float) -> float:
+        """The time, of the clock of `now`, when a pull last gave a sign."""
+        written = self._written()
+        if written != self._seen:
+            self._seen, self._last_sign = written, now
+        return self._last_sign
+
+    def _written(self) -> int:
+        try:
+            return self._mark.stat().st_mtime_ns
+        except OSError:
+            return 0
 
 
 def unpulled_warnings(config: ServerConfig) -> list[str]:

@@ -2,6 +2,9 @@
 
 A train request's choices are matched to their entries (`trainer/server/matching.py`). Training then
 uses the sampled tokens, even if a framework rebuilt the choice from its content and logprobs.
+
+Entries of models that train are deleted some steps later. Entries of models that are only sampled
+would pile up, so `record` also deletes by age and size, a few at a time.
 """
 
 import hashlib
@@ -18,6 +21,18 @@ import numpy as np
 
 from kit.types import Json
 from trainer.exact_tokens import IMPOSSIBLE, PREFIX, new_choice_id
+from trainer.server import rollouts
+from trainer.server.database import Database
+from trainer.server.health import Health
+
+KEPT_SECONDS = 7 * 24 * 3600
+"""The age at which any entry is deleted."""
+MAX_BYTES = 8 * 2**30
+"""The size above which the oldest entries are deleted, except those of open rollouts."""
+RECENT_SECONDS = rollouts.KEPT_SECONDS
+"""Entries younger than this always stay: the rollout or trajectory that needs them may be open."""
+_PRUNE_EVERY = 100
+_PRUNED_AT_ONCE = 200  # more than are added in between, so that the ledger shrinks
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS completions (
@@ -45,7 +60,9 @@ _INDEXES = """
 CREATE INDEX IF NOT EXISTS by_fingerprint ON completions (fingerprint);
 CREATE INDEX IF NOT EXISTS by_content ON completions (content);
 CREATE UNIQUE INDEX IF NOT EXISTS by_choice_id ON completions (choice_id);
-DELETE FROM templates WHERE digest NOT IN (SELECT template FROM completions WHERE template NOTNULL);
+CREATE INDEX IF NOT EXISTS by_model ON completions (model, step);
+CREATE INDEX IF NOT EXISTS by_template ON completions (template);
+DELETE FROM templates WHERE NOT EXISTS (SELECT 1 FROM completions WHERE template = digest);
 """
 
 
@@ -93,16 +110,13 @@ _COLUMNS = ", ".join(("choice_id", *Row._fields[1:]))
 class Ledger:
     """Stores entries and finds them again. Only the server's event loop writes."""
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    def __init__(
+        self, path: Path, *, max_bytes: int = MAX_BYTES, health: Health | None = None
+    ) -> None:
+        self._max_bytes = max_bytes
+        self._since_pruned = 0
         # If a power cut loses an entry, its choice is tokenized again: no need for a sync.
-        self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;" + _SCHEMA)
-        present = {column[1] for column in self._db.execute("PRAGMA table_info(completions)")}
-        for name, kind in _ADDED.items():
-            if name not in present:
-                self._db.execute(f"ALTER TABLE completions ADD COLUMN {name} {kind}")
-        self._db.executescript(_INDEXES)
+        self._db = Database(path, _set_up, health=health)
 
     def close(self) -> None:
         self._db.close()
@@ -131,6 +145,9 @@ class Ledger:
         self._db.execute(
             f"INSERT INTO completions ({_COLUMNS}, created) VALUES ({marks})", (*row, time.time())
         )
+        self._since_pruned += 1
+        if self._since_pruned >= _PRUNE_EVERY:
+            self._prune()
 
     def with_id(self, id: str) -> Row | None:
         """The entry with that id, or None."""
@@ -155,7 +172,29 @@ class Ledger:
 
     def forget(self, model: str, *, before: int) -> None:
         """Delete a model's entries of steps below `before`, which are too old to train on."""
-        self._db.execute("DELETE FROM completions WHERE model = ? AND step < ?", (model, before))
+        while self._delete("model = ? AND step < ?", model, before):
+            pass  # in small parts, between which the event loop can record
+
+    def _prune(self) -> None:
+        """Delete the oldest entries if they are too old, or if the ledger is too large."""
+        self._since_pruned = 0
+        # An entry from the future was recorded before the clock was set back: it is old as well.
+        age = f"abs({time.time()} - created)"
+        limit = RECENT_SECONDS if self._used_bytes() > self._max_bytes else KEPT_SECONDS
+        oldest = f"SELECT id, created FROM completions ORDER BY id LIMIT {_PRUNED_AT_ONCE}"
+        self._delete(f"id IN (SELECT id FROM ({oldest}) WHERE {age} >= ?)", limit)
+
+    def _delete(self, condition: str, *values: object) -> int:
+        """Delete a few of the entries that meet a condition, and return how many."""
+        found = f"SELECT id FROM completions WHERE {condition} LIMIT {_PRUNED_AT_ONCE}"
+        return self._db.execute(f"DELETE FROM completions WHERE id IN ({found})", values).rowcount
+
+    def _used_bytes(self) -> int:
+        pages, free, size = (
+            int(self._db.execute(f"PRAGMA {name}")[0][0])
+            for name in ("page_count", "freelist_count", "page_size")
+        )
+        return (pages - free) * size
 
     def _template(self, variables: Json) -> bytes:
         text = json.dumps(variables)
@@ -166,6 +205,16 @@ class Ledger:
     def _rows(self, column: str, value: object) -> list[Row]:
         query = f"SELECT {_COLUMNS} FROM completions WHERE {column} = ? ORDER BY id"
         return [Row(*found) for found in self._db.execute(query, (value,))]
+
+
+def _set_up(db: sqlite3.Connection) -> None:
+    db.executescript(_SCHEMA)
+    present = {column[1] for column in db.execute("PRAGMA table_info(completions)")}
+    for name, kind in _ADDED.items():
+        if name not in present:
+            db.execute(f"ALTER TABLE completions ADD COLUMN {name} {kind}")
+    db.executescript(_INDEXES)
+    db.execute(f"SELECT {_COLUMNS}, created FROM completions LIMIT 0")  # not another's file
 
 
 def entry_of(row: Row) -> Entry:

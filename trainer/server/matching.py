@@ -3,11 +3,12 @@
 A choice's id names its entry. The id counts only if the tokens, logprobs or text of the choice
 agree with that entry. If they do not, or the entry is gone, another entry counts only if it has the
 same tokens, logprobs and prompt. The same holds for a choice whose logprobs name tokens by their
-text. Without an id, an entry must have the same token ids and logprobs. If entries with different
-prompts have them, the conversation before the choice decides: it is rendered and encoded as it was
-for sampling. A choice that still fits several prompts is marked, and the learner counts it and does
-not train on it. A choice without id and logprobs is never matched, because its text alone may have
-been sampled in another conversation.
+text. Without an id, an entry must have the same token ids and logprobs. Those prove the match if
+several logprobs are far from zero. The logprobs of short and of confident answers fit many prompts,
+so there the conversation before the choice decides: it is rendered and encoded as it was for
+sampling, or continues the tokens of the choice before. A choice whose prompt stays in doubt is
+marked, and the learner counts it and does not train on it. A choice without id and logprobs is
+never matched, because its text alone may have been sampled in another conversation.
 """
 
 from array import array
@@ -29,25 +30,35 @@ from trainer.server.ledger import Entry, Ledger, Row
 # A step holds hundreds of thousands of tokens: a Python expression for each would be too slow.
 _TOKEN_AND_LOGPROB = itemgetter("token", "logprob")
 _SAME = 2e-4  # frameworks round logprobs, the coarsest known one to four digits
+# Logprobs below -0.01 have at least a hundred rounded values. Four different ones that are equal
+# after another prompt would be a coincidence of one in a hundred million.
+_FAR_FROM_ZERO, _ENOUGH = -0.01, 4
 
 
-def recall(ledger: Ledger, groups: Sequence[Json], tokenizer: Tokenizer) -> None:
-    """Put the exact tokens into every choice that was sampled here.
+def recall(
+    ledger: Ledger, groups: Sequence[Json], tokenizer: Tokenizer, *, model: str | None = None
+) -> None:
+    """Put the exact tokens into every choice that was sampled here, and its step of `model`.
 
     They replace the logprobs, which hold an object per token. This makes the journal and the
     learner's request a quarter as long.
     """
     for history in histories_of(groups):
-        _Conversation(ledger, history, tokenizer).recall()
+        _Conversation(ledger, history, tokenizer).recall(model)
 
 
 def find(
     ledger: Ledger, choice: Json, tokenizer: Tokenizer, history: Json | None = None
 ) -> Entry | None:
-    """The entry of a choice, the last item of `history`; None if there is none or several fit."""
+    """The entry of a choice, the last item of `history`; None if there is none or it is in doubt.
+
+    Without a history, an entry counts if no other one fits.
+    """
     whole = history or {"messages_and_choices": [choice]}
-    rows = _Conversation(ledger, whole, tokenizer).rows(len(whole["messages_and_choices"]) - 1)
-    return ledgers.entry_of(rows[-1]) if len(_prompts(rows)) == 1 else None
+    conversation = _Conversation(ledger, whole, tokenizer)
+    rows, certain = conversation.match(len(whole["messages_and_choices"]) - 1)
+    only = len(_prompts(rows)) == 1 and history is None
+    return ledgers.entry_of(rows[-1]) if certain or only else None
 
 
 class _Conversation:
@@ -60,43 +71,51 @@ class _Conversation:
         self._items: list[Json] = history.get("messages_and_choices") or []
         self._previous: Row | None = None
 
-    def recall(self) -> None:
+    def recall(self, model: str | None) -> None:
         for index, item in enumerate(self._items):
             if not is_choice(item):
                 continue
             item.pop(exact_tokens.FIELD, None)  # only the ledger says what is exact
-            rows = self.rows(index)
-            self._previous = rows[-1] if len(_prompts(rows)) == 1 else None
+            id = exact_tokens.choice_id(item)
+            rows, certain = self.match(index)
+            self._previous = rows[-1] if certain else None
             if row := self._previous:
                 tokens = row.prompt_ids, row.completion_ids, row.logprobs
-                exact_tokens.put(item, *tokens, constrained=bool(row.constrained))
+                step = row.step if row.model == model else None
+                constrained = bool(row.constrained)
+                exact_tokens.put(item, *tokens, constrained=constrained, step=step, id=id)
             elif rows:
                 exact_tokens.mark_ambiguous(item)
 
-    def rows(self, index: int) -> list[Row]:
-        """The entries that fit a choice, narrowed down as far as possible."""
+    def match(self, index: int) -> tuple[list[Row], bool]:
+        """The entries that fit a choice, and whether it is certain that they are its own."""
         choice = self._items[index]
         id = exact_tokens.choice_id(choice)
         if id and (row := self._ledger.with_id(id)) and self._agrees(choice, row):
-            return [row]
+            return [row], True
         rows = self._candidates(choice)
         if id or not fingerprint(choice):
             # The entry of the id is gone, the choice was edited, or its tokens are given by their
             # text: an entry counts only if its prompt is this conversation.
-            return self._with_rendered_prompt(
+            rows = self._with_rendered_prompt(
                 index, rows, own_template=False
             ) or self._with_rendered_prompt(index, rows, own_template=True)
+            return rows, len(_prompts(rows)) == 1
+        if len(_prompts(rows)) > 1:
+            rows = _with_equal_logprobs(choice, rows) or rows
+        if len(_prompts(rows)) == 1 and _is_distinctive(choice):
+            return rows, True
         tests: tuple[Callable[[], list[Row]], ...] = (
-            lambda: _with_equal_logprobs(choice, rows),
             lambda: self._with_rendered_prompt(index, rows, own_template=False),
             lambda: self._with_rendered_prompt(index, rows, own_template=True),
             lambda: self._continuing(rows),
         )
         for test in tests:
-            if len(_prompts(rows)) < 2:
-                break
-            rows = test() or rows
-        return rows
+            if fitting := test():
+                rows = fitting
+                if len(_prompts(rows)) == 1:
+                    return rows, True
+        return rows, False
 
     def _candidates(self, choice: Json) -> list[Row]:
         if identity := fingerprint(choice):
@@ -224,6 +243,13 @@ def _logprobs(choice: Json) -> list[float]:
 def _same(logprobs: Sequence[float], row: Row) -> bool:
     stored = np.frombuffer(row.logprobs)
     return len(stored) == len(logprobs) and bool(np.allclose(stored, logprobs, rtol=0, atol=_SAME))
+
+
+def _is_distinctive(choice: Json) -> bool:
+    """Whether the logprobs of a choice are so particular that no other prompt gives the same."""
+    logprobs = _logprobs(choice)
+    different = {round(logprob, 4) for logprob in logprobs if logprob < _FAR_FROM_ZERO}
+    return len(different) >= _ENOUGH
 
 
 def _with_equal_logprobs(choice: Json, rows: list[Row]) -> list[Row]:

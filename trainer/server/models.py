@@ -1,147 +1,48 @@
 """The models under training, and the names that serve them."""
 
-import dataclasses
 import json
 import logging
 import re
-import shutil
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kit.manifest import damage, read_manifest
-from kit.state_dir import CHECKPOINTS, RUN, model_path
+from kit.files import replace_text
+from kit.manifest import read_manifest
+from kit.state_dir import CHECKPOINTS, RUN, SERVING, model_path
+from kit.types import Json
 from trainer import checkpoint
 from trainer.config import LoraConfig
-from trainer.engines.engine import SampleRequest
-from trainer.errors import Conflict, NotReady, TooLong, TrainerError, UnknownModel
-from trainer.server.journal import Journal, JournaledRequest
+from trainer.errors import Conflict, NotReady, TrainerError, UnknownModel
+from trainer.server.health import Health
+from trainer.server.model import Model
 from trainer.server.wire import ModelWire
 
 logger = logging.getLogger(__name__)
 
-# `NAME`, `NAME@7`, and the names that `art.ServerlessBackend` uses.
+# `NAME`, `PROJECT/NAME`, each with `@7`, and the names that `art.ServerlessBackend` uses.
 SERVED = re.compile(
-    r"(?:wandb-artifact:///[^/]+/(?P<project>[^/]+)/)?(?P<name>[^/@:]+)(?:(?:@|:step)(?P<step>\d+))?"
+    r"(?:wandb-artifact:///[^/]+/(?P<artifact>[^/]+)/|(?P<project>[^/:@]+)/)?"
+    r"(?P<name>[^/@:]+)(?:(?:@|:step)(?P<step>[0-9]{1,9}))?"
 )
 
-
-@dataclass
-class Model:
-    """A model under training: a LoRA on the shared base, and its newest served step."""
-
-    project: str
-    name: str
-    """The run's name, under which it is stored."""
-    directory: Path
-    lora: LoraConfig
-    alias: str = ""
-    """Another name that serves this run; several runs may share it."""
-    step: int = 0
-    steps: dict[int, str] = field(default_factory=dict)
-    """Complete checkpoints on disk, with the sha256 of each LoRA."""
-    prepared: bool = False
-    max_seq_length: int | None = None
-    """Limit of prompt and completion together, in tokens; None is the base model's limit."""
-    leases: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Steps that clients keep and when each lease ends, by its id."""
-    sampling: Counter[int] = field(default_factory=Counter)
-    """Number of requests in flight, by the step they sample from."""
-
-    @property
-    def key(self) -> str:
-        # Two projects may use the same name.
-        return f"{self.project}/{self.name}"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.directory / CHECKPOINTS
-
-    @cached_property
-    def journal(self) -> Journal:
-        return Journal(self.directory)
-
-    def unfinished(self) -> JournaledRequest | None:
-        """The request of a step that a kill left undelivered or a power cut damaged, if any."""
-        if request := self.journal.pending():
-            return request
-        request = self.journal.unsynced()
-        if request is None or not self.has_whole(request.step):
-            return request
-        checkpoint.sync(self.path(request.step))
-        self.journal.synced()
-        return None
-
-    def path(self, step: int) -> Path:
-        return checkpoint.path_of(self.checkpoints, step)
-
-    def lora_name(self, step: int) -> str:
-        return f"{self.key}@{step}"
-
-    def fit(self, request: SampleRequest, step: int) -> SampleRequest:
-        """The request for the engine: with this step's LoRA, within the model's length limit."""
-        limit = request.max_tokens
-        if self.max_seq_length is not None:
-            room = self.max_seq_length - len(request.prompt_ids)
-            needed = 1 if limit is None else limit
-            if needed > room:
-                raise TooLong(
-                    f"{len(request.prompt_ids)} prompt tokens and `max_tokens` {needed} do not "
-                    f"fit the model's `max_seq_length` of {self.max_seq_length}",
-                    hint="Shorten the messages, or raise `max_seq_length` in `init_args`",
-                )
-            limit = room if limit is None else limit
-        return dataclasses.replace(request, lora=self.lora_name(step), max_tokens=limit)
-
-    @contextmanager
-    def used(self, step: int) -> Iterator[None]:
-        """Count a request that samples from `step`, which keeps the step loaded."""
-        self.sampling[step] += 1
-        try:
-            yield
-        finally:
-            self.sampling[step] -= 1
-
-    def read_steps(self) -> None:
-        """Read the checkpoints on disk. This hashes every file, so it is too slow per request."""
-        self.steps = {}
-        for step in checkpoint.list_steps(self.checkpoints):
-            self.add_step(step)
-        self.step = max(self.steps, default=0)
-
-    def has_whole(self, step: int) -> bool:
-        """Whether the checkpoint of `step` is on disk and every file matches its hash."""
-        return self.path(step).is_dir() and not damage(self.path(step))
-
-    def discard(self, step: int) -> None:
-        """Delete the checkpoint of a step that failed after it was written."""
-        if step > self.step:
-            self.steps.pop(step, None)
-            shutil.rmtree(self.path(step), ignore_errors=True)
-
-    def add_step(self, step: int) -> None:
-        """Add a checkpoint that was just written."""
-        manifest = read_manifest(self.path(step)) or {"files": {}}
-        lora = manifest["files"].get("adapter_model.safetensors", {})
-        self.steps[step] = str(lora.get("sha256", ""))
+SHOWN = 20  # names in an error; a server may serve thousands
 
 
 class Models:
     """All models of the server, by (project, name)."""
 
-    def __init__(self, state: Path) -> None:
+    def __init__(self, state: Path, health: Health | None = None) -> None:
         self.state = state
+        self.health = health or Health(state)
         self.base_model: str | None = None
         self.starting = False
         """Whether models of a killed server are still being restored."""
         self.newest: Model | None = None
         """The model that was prepared last; the base model's name stands for it."""
         self._models: OrderedDict[tuple[str, str], Model] = OrderedDict()
-        self._serving = state / "serving.json"
+        self._serving = state / SERVING
         self._wires: dict[str, Any] = {}
         """The request that prepared each served model, so that the next server can restore it."""
 
@@ -162,7 +63,8 @@ class Models:
         key = (wire.project, wire.run)
         if key not in self._models:
             self._migrate(wire, lora)
-            model = Model(wire.project, wire.run, self.directory(wire), lora)
+            directory = self.directory(wire)
+            model = Model(wire.project, wire.run, directory, lora, health=self.health)
             model.read_steps()
             self._models[key] = model
         elif self._models[key].lora != lora:
@@ -174,9 +76,8 @@ class Models:
         model = self._models[key]
         if wire.run_name is not None:
             model.alias = wire.name
-            model.directory.mkdir(parents=True, exist_ok=True)
             names = {"name": wire.name, "run_name": wire.run_name}
-            (model.directory / RUN).write_text(json.dumps(names), encoding="utf-8")
+            replace_text(model.directory / RUN, json.dumps(names))
         return model
 
     def _migrate(self, wire: ModelWire, lora: LoraConfig) -> None:
@@ -191,7 +92,10 @@ class Models:
         if not steps or not _fits(checkpoint.path_of(old / CHECKPOINTS, steps[-1]), wire, lora):
             return
         restored = self.to_restore() if self.starting else []  # they are in use, too
-        if (wire.project, wire.name) in {*self._models, *((w.project, w.run) for w in restored)}:
+        runs = (
+            (sent.get("project"), sent.get("run_name") or sent.get("name")) for sent in restored
+        )
+        if (wire.project, wire.name) in {*self._models, *runs}:
             logger.warning(
                 "run `%s` starts anew, because another client uses the run `%s`; to continue that "
                 "one, set `run_name` to its name",
@@ -209,7 +113,7 @@ class Models:
 
     def check_base(self, base_model: str | None) -> None:
         """Refuse a base model other than the loaded one, which all models share."""
-        if self.base_model and base_model and base_model != self.base_model:
+        if self.base_model and base_model is not None and base_model != self.base_model:
             raise Conflict(
                 f"This server holds `{self.base_model}`, not `{base_model}`",
                 hint="Start another server with `trainer serve --base-model`, on other ports",
@@ -224,17 +128,31 @@ class Models:
         self._wires[model.key] = wire.model_dump(mode="json", by_alias=True)
         self._remember()
 
-    def to_restore(self) -> list[ModelWire]:
-        """The models that a killed server served, the newest last."""
+    def serve_pulled(self, model: Model) -> None:
+        """Serve a model that no client registers, under the base model's name too."""
+        model.prepared = True
+        self._models[model.project, model.name] = self.newest = model
+
+    def to_restore(self) -> list[Json]:
+        """The model objects that a killed server served, the newest last."""
         try:
-            wires = json.loads(self._serving.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+            sent = json.loads(self._serving.read_bytes())
+            if not isinstance(sent, list) or not all(isinstance(one, dict) for one in sent):
+                raise ValueError("it is no list of models")
+            return sent
+        except FileNotFoundError:
             return []
-        return [ModelWire.model_validate(wire) for wire in wires]
+        except (OSError, ValueError, TypeError, RecursionError) as error:
+            cause = str(error).splitlines()[0]
+            self.health.set_aside(self._serving, cause, "register the models again")
+            return []
 
     def clear_restart(self) -> None:
         """Forget what to restore, because the server stops on request."""
-        self._serving.unlink(missing_ok=True)
+        try:
+            self._serving.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("the next server serves these models again: %s", error)
 
     def remove(self, model: Model) -> None:
         del self._models[model.project, model.name]
@@ -244,10 +162,10 @@ class Models:
             self.newest = None
 
     def _remember(self) -> None:
-        self._serving.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._serving.with_suffix(".tmp")
-        temporary.write_text(json.dumps(list(self._wires.values())), encoding="utf-8")
-        temporary.rename(self._serving)
+        try:
+            replace_text(self._serving, json.dumps(list(self._wires.values())))
+        except OSError as error:  # they are served all the same
+            logger.warning("a restarted server will not serve these models: %s", error)
 
     def directory(self, wire: ModelWire) -> Path:
         """The directory of a model, trainable or not."""
@@ -258,11 +176,14 @@ class Models:
         if self.base_model is None:
             return []
         names = [self.base_model, f"{self.base_model}@base"]
-        for model in self:
-            for name in dict.fromkeys((model.name, model.alias)) if model.prepared else ():
-                if name:
-                    names += [name, *(f"{name}@{step}" for step in sorted(model.steps))]
-        return list(dict.fromkeys(names))  # several runs may share an alias
+        prepared = [model for model in self if model.prepared]
+        latest = {name: model for model in prepared for name in model.names}
+        for model in prepared:
+            own = [name for name in model.names if self._own(name, latest[name]) is model]
+            # Another run answers to its name: only the project tells them apart.
+            for name in own or [model.key]:
+                names += [name, *(f"{name}@{step}" for step in sorted(model.steps))]
+        return list(dict.fromkeys(names))
 
     def find(self, name: str) -> tuple[Model | None, int]:
         """Return the model and step of a served name; the untrained base has no model."""
@@ -271,21 +192,31 @@ class Models:
         if self.base_model is not None and name == self.base_model:
             return self.newest, self.newest.step if self.newest else 0
         if match := SERVED.fullmatch(name):
-            project, base, step = match["project"], match["name"], match["step"]
-            for model in self._named(base):
-                if model.prepared and project in (None, model.project):
-                    if step is None:
-                        return model, model.step
-                    if int(step) in model.steps:
-                        return model, int(step)
-        names = ", ".join(f"`{served}`" for served in self.served_names()) or "nothing yet"
+            model = self._named(match["name"], match["artifact"] or match["project"])
+            if model and match["step"] is None:
+                return model, model.step
+            if model and int(match["step"]) in model.steps:
+                return model, int(match["step"])
+        served = [f"`{one}`" for one in self.served_names()]
+        more = [f"and {len(served) - SHOWN} more"] if len(served) > SHOWN else []
+        names = ", ".join(served[:SHOWN] + more) or "nothing yet"
         raise self._not_found(f"There is no model `{name}` here", f"Served now: {names}")
 
-    def _named(self, name: str) -> list[Model]:
-        """Models by that name, the newest first; a run's own name goes before an alias."""
-        models = list(reversed(self._models.values()))
-        aliased = [model for model in models if model.alias == name != model.name]
-        return [model for model in models if model.name == name] + aliased
+    def _named(self, name: str, project: str | None = None) -> Model | None:
+        """The model by that name that was prepared last.
+
+        Within its project, a run's own name goes before an alias. A step is only looked for in
+        that one model: another run with the same name has other weights under the same number.
+        """
+        for model in reversed(list(self)):
+            if model.prepared and name in model.names and project in (None, model.project):
+                return self._own(name, model)
+        return None
+
+    def _own(self, name: str, model: Model) -> Model:
+        """The run in the project of `model` whose own name it is, or `model`, whose alias it is."""
+        own = self._models.get((model.project, name))
+        return own if own and own.prepared else model
 
     def _not_found(self, message: str, hint: str) -> TrainerError:
         return NotReady(f"{message} yet") if self.starting else UnknownModel(message, hint=hint)

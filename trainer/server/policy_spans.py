@@ -18,7 +18,8 @@ def policy_spans(model: str, step: int, *, prompt: int, start: int, end: int) ->
     describes the `prompt` tokens, without the first one, which has no logprob.
     """
     served = SERVED.fullmatch(model)
-    generation = f"{served['name'] if served else model}@{step}"
+    parts = (served["project"], served["name"]) if served else (model,)
+    generation = f"{'/'.join(part for part in parts if part)}@{step}"
     identity = {
         "generation_id": generation,
         "policy_version": step,

@@ -4,12 +4,16 @@ The ledger stores tokens for training. This stores the conversation, so that a h
 and train on it without any change to the agent's framework. SQLite, in WAL mode.
 """
 
+import contextlib
 import json
 import sqlite3
 import time
 from pathlib import Path
 
 from kit.types import Json
+from trainer.errors import StorageError
+from trainer.server.database import Database
+from trainer.server.health import Health
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS said (
@@ -24,12 +28,11 @@ _SWEEP_EVERY = 1000
 class Rollouts:
     """Completions by rollout, in the order in which they ended."""
 
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;" + _SCHEMA)
+    def __init__(self, path: Path, *, health: Health | None = None) -> None:
+        self._db = Database(path, _set_up, health=health)
         self._since_sweep = 0
-        self._sweep()
+        with contextlib.suppress(StorageError):  # a full disk: later, then
+            self._sweep()
 
     def close(self) -> None:
         self._db.close()
@@ -49,3 +52,8 @@ class Rollouts:
     def _sweep(self) -> None:
         self._since_sweep = 0
         self._db.execute("DELETE FROM said WHERE created < ?", (time.time() - KEPT_SECONDS,))
+
+
+def _set_up(db: sqlite3.Connection) -> None:
+    db.executescript(_SCHEMA)
+    db.execute("SELECT id, rollout, body, created FROM said LIMIT 0")  # not another's file

@@ -10,11 +10,12 @@ from typing import Any
 
 from kit.config import ConfigT, validate
 from kit.errors import ConfigError
+from kit.state_dir import CHECKPOINTS, MODELS, STEP_NAME
 from kit.types import Json
-from trainer.config import GrpoConfig, SftConfig, StepConfig
 from trainer.errors import BadRequest, NotFound, Unsupported
-from trainer.server.models import Model
+from trainer.server.model import Model
 from trainer.server.wire import ModelWire, TrainRequest, without_nulls
+from trainer.step_config import GrpoConfig, SftConfig, StepConfig
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,8 @@ def grpo_config(request: TrainRequest, model: Model) -> GrpoConfig:
     requested: Json = {"max_seq_length": max_seq_length(request.model)}
     for source in (request.config, request.model.section("trainer_args"), request.dev_config):
         requested |= our_names(without_nulls(source))
+    if (path := requested.get("kl_ref_adapter_path")) is not None:
+        requested["kl_ref_adapter_path"] = _own_checkpoint(path, model)
     requested |= _kl_reference(requested, model)
     return checked(GrpoConfig, without_nulls(requested), "the training config")
 
@@ -141,6 +144,27 @@ def _reference(model: Model, name: str, step: int) -> Path:
             hint=f"Available steps: {', '.join(map(str, sorted(model.steps))) or 'none'}",
         )
     return model.path(step)
+
+
+def _own_checkpoint(value: Any, model: Model) -> str:
+    """The checkpoint that a client names by its path; it may be one of any run of this server.
+
+    A client could otherwise make the learner read every file of this machine.
+    """
+    state = model.directory.resolve().parents[2]
+    try:
+        path = Path(value).resolve()
+        inside = path.relative_to(state)
+        _, models, _, checkpoints, step = inside.parts
+        named = (models, checkpoints) == (MODELS, CHECKPOINTS) and STEP_NAME.fullmatch(step)
+        if named and path.is_dir():
+            return str(path)
+    except (TypeError, ValueError, OSError):
+        pass
+    raise BadRequest(
+        f"`kl_ref_adapter_path` is `{str(value)[:200]}`, which is no checkpoint of this server",
+        hint="Use `kl_penalty_reference_step`, or the directory of a checkpoint that is kept here",
+    )
 
 
 def checked(model: type[ConfigT], values: Json, source: str) -> ConfigT:

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from kit.state_dir import CHECKPOINTS, MODELS, STEP_NAME, model_path, step_name
 from trainer import checkpoint
-from trainer.errors import BadRequest, Conflict, NotFound, Unsupported
+from trainer.errors import BadRequest, Conflict, NotFound, Unsupported, storage_error
+from trainer.processes.worker import environment_without_keys
 from trainer.server.admission import Admission
-from trainer.server.models import Model, Models
+from trainer.server.model import Model
+from trainer.server.models import Models
 from trainer.server.wire import ForkRequest, S3Request
 from trainer.server.workers import Workers
 
@@ -49,12 +51,24 @@ class Storage:
         model.leases[id] = step, time.monotonic() + LEASE_SECONDS
 
     async def delete_model(self, model: Model) -> None:
-        """Delete a model and all its files."""
+        """Delete a model and all its files, but nothing that a link points to."""
         await self._wait_until_idle(model)
+        for path in (model.directory, *model.directory.parents[:2]):
+            if path.is_symlink():
+                raise Conflict(
+                    f"`{model.key}` is not deleted: `{path}` is a symbolic link",
+                    hint="Delete the link, or the files where it points, by hand",
+                )
         self._forget(model, list(model.steps))
         self._models.remove(model)
-        await asyncio.to_thread(shutil.rmtree, model.directory, ignore_errors=True)
         await self._admission.forget(model)
+        try:
+            await asyncio.to_thread(shutil.rmtree, model.directory)
+        except FileNotFoundError:
+            return
+        except OSError as exc:
+            what = f"`{model.key}` is not served any more, but `{model.directory}` is not deleted"
+            raise storage_error(exc, what) from exc
 
     async def fork(self, model: Model, request: ForkRequest) -> None:
         """Start `model` from a checkpoint of another run, at that checkpoint's step."""
@@ -131,14 +145,16 @@ class Storage:
             )
 
     async def _wait_until_idle(self, model: Model) -> None:
-        """Refuse while the model trains, and wait until its newest checkpoint is synced."""
-        training = self._admission.newest(model)
-        if training and not training.done:
+        """Refuse while the model trains, and wait until its checkpoints are synced."""
+        trainings = self._admission.steps(model)
+        if not all(training.done for training in trainings):
             raise Conflict(
                 f"Model `{model.name}` is training", hint="Wait for the step to end, then try again"
             )
-        if training:
-            await training.synced()  # until then a power cut would need the checkpoint before it
+        for training in trainings:
+            await (
+                training.sync.ended()
+            )  # until then a power cut would need the checkpoint before it
 
     async def _adopt(self, model: Model) -> None:
         """Serve the newest checkpoint on disk, after others were put there."""
@@ -215,6 +231,7 @@ async def _aws(*arguments: str, verbose: bool = False) -> str:
     process = await asyncio.create_subprocess_exec(
         "aws",
         *arguments,
+        env=environment_without_keys(),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

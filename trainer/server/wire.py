@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import pydantic
 
+from kit.state_dir import is_reserved
 from kit.types import Json
 from trainer import rewards
 
@@ -22,12 +23,19 @@ def _is_a_plain_name(value: str) -> str:
     return value
 
 
+def _is_no_name_of_ours(value: str) -> str:
+    if is_reserved(value):
+        raise ValueError(f"may not be `{value}`, which names a file of the server itself")
+    return value
+
+
 def _are_groups(groups: list[Json]) -> list[Json]:
     """Check the outline, so that the code behind the routes finds lists where it expects them."""
     for group in groups:
         for trajectory in _objects(group, "trajectories"):
             for history in (trajectory, *_objects(trajectory, "additional_histories")):
                 _objects(history, "messages_and_choices")
+                _objects(history, "tools")
         if not isinstance(group.get("exceptions") or [], list):
             raise ValueError("hold `exceptions` that are not a list")
     return groups
@@ -52,6 +60,8 @@ def _objects(holder: Json, key: str) -> list[Json]:
 
 
 PlainName = Annotated[str, pydantic.AfterValidator(_is_a_plain_name)]
+StoredName = Annotated[PlainName, pydantic.AfterValidator(_is_no_name_of_ours)]
+"""The name of a project or a model, which is a directory beside the server's own files."""
 Groups = Annotated[
     list[Json], pydantic.AfterValidator(_are_groups), pydantic.AfterValidator(_with_rewards)
 ]
@@ -62,9 +72,9 @@ class ModelWire(pydantic.BaseModel):
 
     model_config = pydantic.ConfigDict(extra="ignore", populate_by_name=True)
 
-    name: PlainName
-    project: PlainName
-    run_name: PlainName | None = None
+    name: StoredName
+    project: StoredName
+    run_name: StoredName | None = None
     """Where the run is stored, from openpipe-art 0.5.19 on; `name` is then only an alias."""
     base_model: str | None = None
     trainable: bool = True

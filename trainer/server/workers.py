@@ -14,12 +14,13 @@ from trainer.base_model.tokenizer import Tokenizer
 from trainer.config import ServerConfig
 from trainer.engines.choose import create_engine, with_gpus_assigned
 from trainer.engines.engine import Delta, Engine, SampleRequest, sample_with_retries
-from trainer.errors import NotReady, TrainerError, WorkerDied
+from trainer.engines.gpus import gpus_are_shared, has_cuda
+from trainer.errors import Conflict, NotReady, WorkerDied
 from trainer.learner.process import LearnerProcess
 from trainer.machines.replicas import with_other_machines
 from trainer.server import canary
 from trainer.server.gate import Gate
-from trainer.server.models import Model
+from trainer.server.model import Model
 
 logger = logging.getLogger(__name__)
 SAMPLE_ATTEMPTS = 2  # a request that kills the engine twice would kill it every time
@@ -30,7 +31,8 @@ WrapEngine = Callable[[Engine, Path], Engine]
 @dataclass(frozen=True)
 class _Started:
     engine: Engine
-    learner: LearnerProcess
+    learner: LearnerProcess | None
+    """None if the server only serves a checkpoint."""
     tokenizer: Tokenizer
 
 
@@ -39,7 +41,9 @@ class Workers:
 
     def __init__(self, config: ServerConfig, wrap_engine: WrapEngine | None = None) -> None:
         self.gate = Gate()
-        """Sampling and training take turns."""
+        """Closed while the engine cannot sample."""
+        self.learning = asyncio.Lock()
+        """Held by the step that trains: one at a time, in order of admission."""
         self._config = config
         self._wrap_engine = wrap_engine
         self._started: _Started | None = None
@@ -50,7 +54,15 @@ class Workers:
 
     @property
     def learner(self) -> LearnerProcess:
-        return self._get().learner
+        learner = self._get().learner
+        if learner is None:
+            raise Conflict("This server trains nothing", hint="Start one without `--from`")
+        return learner
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether requests wait while a step trains: as configured, or for want of memory."""
+        return self._config.take_turns or self.learner.crowded
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -62,34 +74,47 @@ class Workers:
         return self._started
 
     async def start(self, base_model: str, engine_args: Json) -> None:
-        """Start engine and learner; once they run, only pass `engine_args` on to the engine."""
+        """Start engine and learner at once; later, only pass `engine_args` on to the engine.
+
+        The learner loads the base model meanwhile, unless it shares a GPU with the engine.
+        """
         if self._started:
             if engine_args:
-                async with self.gate.training():  # the engine may have to restart
+                async with self.gate.closed():  # the engine may have to restart
                     await self._started.engine.configure(engine_args)
             return
         directory = await asyncio.to_thread(resolve, base_model)
-        config = with_gpus_assigned(self._config, directory, engine_args)
+        tokenizer = await asyncio.to_thread(_read_tokenizer, directory)  # before it costs a start
+        trains = self._config.checkpoint is None
+        config = with_gpus_assigned(self._config, directory, engine_args, trains=trains)
         logs = config.state_path / LOGS
-        own_engine = create_engine(config, directory, logs)
+        own_engine = create_engine(config, directory, logs, trains=trains)
         engine = with_other_machines(own_engine, config, base_model)
         await engine.configure(engine_args)
         if self._wrap_engine:
             engine = self._wrap_engine(engine, directory)
-        learner = LearnerProcess(base_model, log=logs / "learner.log", config=config)
+        log = logs / "learner.log"
+        # vLLM measures the memory of its GPUs while it starts, which must not change meanwhile.
+        alone = not (has_cuda() and gpus_are_shared(config))
+        learner = (
+            LearnerProcess(base_model, log=log, config=config, load_at_start=alone)
+            if trains
+            else None
+        )
+        processes: list[Engine | LearnerProcess] = [engine, learner] if learner else [engine]
         try:
-            await asyncio.gather(engine.start(), learner.start())
-        except TrainerError:
-            await asyncio.gather(engine.stop(), learner.stop())
+            await asyncio.gather(*(process.start() for process in processes))
+        except BaseException:  # also if the server stops meanwhile
+            await asyncio.gather(*(process.stop() for process in processes))
             raise
-        self._started = _Started(engine, learner, Tokenizer(directory))
+        self._started = _Started(engine, learner, tokenizer)
         logger.info("serving `%s` with the %s engine", base_model, engine.name)
 
     async def stop(self) -> None:
         """Stop both; a second call does nothing."""
         if self._started:
-            await self._started.engine.stop()
-            await self._started.learner.stop()
+            both = self._started.engine, self._started.learner
+            await asyncio.gather(*(process.stop() for process in both if process))
 
     async def load(self, model: Model, step: int) -> None:
         """Load a step's LoRA into the engine, and retry once if the engine dies."""
@@ -119,11 +144,18 @@ class Workers:
 
         return sample_with_retries(attempt, attempts=SAMPLE_ATTEMPTS, stream=request.stream)
 
-    async def check(self, model: Model) -> dict[str, float]:
-        """Compare engine and learner at a model's newest step: their difference and its bound."""
+    async def check(self, model: Model, step: int) -> dict[str, float]:
+        """Compare engine and learner at a step: their difference and its bound."""
         bound = canary.BOUNDS[self._config.quantization]
-        return await canary.check(self.engine, self.learner, self.tokenizer, model, bound)
+        return await canary.check(self.engine, self.learner, self.tokenizer, model, step, bound)
 
     async def make_room(self) -> bool:
         """Ask the engine to leave its memory to the learner; False if it cannot."""
         return await self.engine.make_room()
+
+
+def _read_tokenizer(directory: Path) -> Tokenizer:
+    """Read the tokenizer, and what takes long to compute about it."""
+    tokenizer = Tokenizer(directory)
+    logger.debug("a token stands for at most %s bytes", tokenizer.longest_token)
+    return tokenizer

@@ -5,12 +5,14 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 
+from kit.errors import KitError
 from kit.types import Json
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.engine import Delta
 from trainer.exact_tokens import CHOICE_ID, IMPOSSIBLE, PREFIX
 from trainer.server.chat.request import ChatRequest
 from trainer.server.chat.tool_calls import ToolCallParser
+from trainer.server.error_answers import error_event
 from trainer.server.policy_spans import policy_spans
 
 
@@ -62,9 +64,13 @@ class ChatAnswer:
     async def events(self, chunks: AsyncGenerator[Json, None]) -> AsyncGenerator[str, None]:
         """Yield the events of a stream that consists of `chunks`."""
         options = self._request.stream_options or {}
-        async for chunk in chunks:
-            usage = {"usage": self.usage()} if options.get("continuous_usage_stats") else {}
-            yield _event({**chunk, **usage})
+        try:
+            async for chunk in chunks:
+                usage = {"usage": self.usage()} if options.get("continuous_usage_stats") else {}
+                yield _event({**chunk, **usage})
+        except KitError as error:
+            yield error_event(error)
+            return
         if options.get("include_usage"):
             chunk = self._object("chat.completion.chunk")
             yield _event({**chunk, "choices": [], "usage": self.usage()})
@@ -93,6 +99,7 @@ class ChatAnswer:
             "messages": self._request.messages,
             "tools": self._request.shown_tools,
             "choices": self._whole_choices(),
+            "usage": self.usage(),
         }
 
     def _whole_choices(self) -> list[Json]:

@@ -10,11 +10,13 @@ from contextlib import aclosing
 from fastapi import Request
 
 from kit.types import Json
+from trainer.errors import storage_faults
 from trainer.server.backend import Backend
 from trainer.server.chat.answer import ChatAnswer
 from trainer.server.chat.request import ChatRequest
 from trainer.server.chat.template_limits import HEADER
 from trainer.server.disconnects import while_connected
+from trainer.server.prompts import prepare
 
 
 class Exchange:
@@ -38,7 +40,8 @@ class Exchange:
     @classmethod
     async def start(cls, backend: Backend, request: Request, chat: ChatRequest) -> "Exchange":
         """Sample until there is something to send, so that errors come before the status."""
-        exchange = cls(backend, chat, request.path_params.get("rollout"))
+        rollout = request.path_params.get("rollout")
+        exchange = await prepare(lambda: cls(backend, chat, rollout), chat.messages, chat.tools)
         await while_connected(request, exchange._read())
         return exchange
 
@@ -63,9 +66,10 @@ class Exchange:
         So a client that has read the last event of its stream may fetch the rollout.
         """
         yield self._first
-        async for step, delta in self.deltas:
-            yield self.answer.add(step, delta)
-        self._record()
+        with storage_faults():
+            async for step, delta in self.deltas:
+                yield self.answer.add(step, delta)
+            self._record()
 
     def _record(self) -> None:
         if self._rollout:

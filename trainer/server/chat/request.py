@@ -9,11 +9,14 @@ from kit.types import Json
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.engine import SampleRequest
 from trainer.errors import BadRequest
+from trainer.server import prompts
 from trainer.server.chat.fields import refuse_unknown
 from trainer.server.chat.sampling_fields import SamplingFields
 from trainer.server.chat.template_limits import reasoning_variables, warnings_about
 from trainer.server.chat.tools import ToolUse, tool_use
 
+# Names that the renderer itself gives to the template.
+_RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "self"}
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -51,11 +54,11 @@ class ChatRequest(SamplingFields):
                 param="top_logprobs",
             )
         limit = self.max_completion_tokens or self.max_tokens
-        return SampleRequest(
-            prompt_ids=tokenizer.apply_chat_template(self.messages, **self.template(tokenizer)),
-            top_logprobs=self.top_logprobs or 0,
-            **self.settings(tokenizer, self.tool_use, limit),
-        )
+        settings = self.settings(tokenizer, self.tool_use, limit)
+        prompts.check_count(self.messages, tokenizer)
+        text = tokenizer.render(self.messages, **self.template(tokenizer))
+        ids = prompts.encode(text, tokenizer)
+        return SampleRequest(prompt_ids=ids, top_logprobs=self.top_logprobs or 0, **settings)
 
     def warnings(self, tokenizer: Tokenizer) -> list[str]:
         """Parts of this request that the model's chat template leaves out, one sentence each."""
@@ -72,7 +75,7 @@ class ChatRequest(SamplingFields):
 
     def _variables(self, tokenizer: Tokenizer) -> Json:
         variables = self.chat_template_kwargs or {}
-        if reserved := {"messages", "tools"} & variables.keys():
+        if reserved := _RESERVED & variables.keys():
             raise BadRequest(
                 f"`chat_template_kwargs` holds `{min(reserved)}`",
                 hint="Send it as a field of the request itself",

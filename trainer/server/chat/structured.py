@@ -136,7 +136,7 @@ def _lark(grammar: str) -> str:
 def _parsed(text: str) -> Json:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
         raise BadRequest(

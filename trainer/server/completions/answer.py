@@ -6,14 +6,17 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 
+from kit.errors import KitError
 from kit.types import Json
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.engine import Delta, SampleRequest
+from trainer.errors import storage_faults
 from trainer.exact_tokens import CHOICE_ID, PREFIX
 from trainer.server.chat.answer import ChatAnswer
 from trainer.server.chat.request import ChatRequest
 from trainer.server.completions.merge import Merged
 from trainer.server.completions.request import CompletionRequest
+from trainer.server.error_answers import error_event
 
 
 class CompletionAnswer:
@@ -51,9 +54,14 @@ class CompletionAnswer:
     ) -> AsyncGenerator[str, None]:
         """The events of a stream; conversations are recorded before the last one."""
         yield _event(first)
-        async for number, step, delta in deltas:
-            yield _event(self.chunk(number, step, delta))
-        record(self.conversations())
+        try:
+            with storage_faults():
+                async for number, step, delta in deltas:
+                    yield _event(self.chunk(number, step, delta))
+                record(self.conversations())
+        except KitError as error:
+            yield error_event(error)
+            return
         if (self._body.stream_options or {}).get("include_usage"):
             yield _event({**self._object(), "choices": [], "usage": self._usage()})
         yield "data: [DONE]\n\n"

@@ -10,6 +10,7 @@ from trainer.errors import BadRequest, Unsupported
 from trainer.server.chat.fields import refuse_unknown
 from trainer.server.chat.sampling_fields import SamplingFields, known_ids
 from trainer.server.chat.tools import ToolUse
+from trainer.server.prompts import check_tokens, encode
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_PROMPTS = 2048
@@ -61,16 +62,21 @@ class CompletionRequest(SamplingFields):
         """Token ids of every prompt; a text is encoded as it is, without special tokens."""
         several = isinstance(self.prompt, list) and not _is_tokens(self.prompt)
         prompts: Any = self.prompt if several else [self.prompt]
-        ids = [tokenizer.encode(each) if isinstance(each, str) else each for each in prompts]
-        found = [list(known_ids("prompt", each, tokenizer)) for each in ids]
-        if not found or not all(found):
-            raise BadRequest("`prompt` is empty", hint="Send at least one token")
-        if len(found) > MAX_PROMPTS:
+        if len(prompts) > MAX_PROMPTS:
             raise BadRequest(
-                f"`prompt` has {len(found)} prompts, more than {MAX_PROMPTS}",
+                f"`prompt` has {len(prompts)} prompts, more than {MAX_PROMPTS}",
                 hint="Send them in several requests",
             )
+        found = [self._ids(each, tokenizer) for each in prompts]
+        if not found or not all(found):
+            raise BadRequest("`prompt` is empty", hint="Send at least one token")
         return found
+
+    def _ids(self, prompt: str | list[int], tokenizer: Tokenizer) -> list[int]:
+        if isinstance(prompt, str):
+            return encode(prompt, tokenizer)
+        check_tokens(prompt, tokenizer)
+        return list(known_ids("prompt", prompt, tokenizer))
 
 
 def _is_tokens(prompt: list[Any]) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 
 from kit.errors import KitError
 from kit.types import Json
+from trainer.errors import storage_faults
 from trainer.server.chat.translate import choice_id
 from trainer.server.messages.errors import error_body
 
@@ -134,12 +135,14 @@ async def events(
         async for chunk in chunks:
             for event in answer.add(chunk):
                 yield _line(event)
+        for event in answer.end():
+            yield _line(event)
+        with storage_faults():
+            used = usage()
     except KitError as error:
         yield _line(error_body(getattr(error, "status", 500), str(error)))
         return
-    for event in answer.end():
-        yield _line(event)
-    for event in answer.last(usage()):
+    for event in answer.last(used):
         yield _line(event)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from kit.errors import KitError
 from kit.types import Json
+from trainer.errors import storage_faults
 from trainer.server.chat.translate import choice_id
 from trainer.server.responses.request import ResponsesRequest
 
@@ -217,13 +218,15 @@ async def events(
         async for chunk in chunks:
             for event in answer.add(chunk):
                 yield _line(event)
+        for event in answer.end():
+            yield _line(event)
+        with storage_faults():
+            usage = finish()
     except KitError as error:
         for event in answer.failed(error):
             yield _line(event)
         return
-    for event in answer.end():
-        yield _line(event)
-    yield _line(answer.last(finish()))
+    yield _line(answer.last(usage))
 
 
 def _line(event: Json) -> str:

@@ -103,7 +103,8 @@ class ResponsesRequest(pydantic.BaseModel):
         tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or ())] or None
         choice = self.tool_choice
         if not isinstance(choice, dict):
-            return tools, choice if tools else None
+            # Some clients send the default without any tools.
+            return tools, choice if tools or choice not in ("auto", "none") else None
         match choice.get("type"):
             case "function":
                 return tools, {"type": "function", "function": {"name": choice.get("name")}}

@@ -6,12 +6,15 @@ The newest ones are kept, up to `KEPT` responses and `KEPT_BYTES` of their conve
 survive a restart of the server.
 """
 
+import contextlib
 import json
 import sqlite3
 from pathlib import Path
 
 from kit.types import Json
-from trainer.errors import NotFound
+from trainer.errors import NotFound, StorageError
+from trainer.server.database import Database
+from trainer.server.health import Health
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
@@ -28,29 +31,34 @@ _SWEEP_EVERY = 100
 class ResponseStore:
     """Responses by id, each with its whole conversation, so that deleting one breaks no other."""
 
-    def __init__(self, path: Path, *, kept: int = KEPT, kept_bytes: int = KEPT_BYTES) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        self._db.executescript("PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL;" + _SCHEMA)
+    def __init__(
+        self,
+        path: Path,
+        *,
+        kept: int = KEPT,
+        kept_bytes: int = KEPT_BYTES,
+        health: Health | None = None,
+    ) -> None:
+        self._db = Database(path, _set_up, health=health)
         self._kept = kept
         self._kept_bytes = kept_bytes
         self._since_sweep = 0
-        self._sweep()
+        with contextlib.suppress(StorageError):  # a full disk: later, then
+            self._sweep()
 
     def close(self) -> None:
         self._db.close()
 
     def put(self, body: Json, messages: list[Json]) -> None:
         """Store a response, and the conversation that it ends."""
-        with self._db:
-            self._db.execute(
-                "INSERT INTO responses VALUES (NULL, ?, ?, ?)",
-                (body["id"], json.dumps(body), json.dumps(messages)),
-            )
-            self._db.executemany(
-                "INSERT INTO items VALUES (?, ?)",
-                [(item["id"], body["id"]) for item in body["output"]],
-            )
+        self._db.execute(
+            "INSERT INTO responses VALUES (NULL, ?, ?, ?)",
+            (body["id"], json.dumps(body), json.dumps(messages)),
+        )
+        self._db.executemany(
+            "INSERT INTO items VALUES (?, ?)",
+            [(item["id"], body["id"]) for item in body["output"]],
+        )
         self._since_sweep += 1
         if self._since_sweep >= min(_SWEEP_EVERY, self._kept):
             self._sweep()
@@ -80,7 +88,7 @@ class ResponseStore:
         self._delete([response_id])
 
     def _row(self, response_id: str) -> tuple[str, str]:
-        found: tuple[str, str] | None = self._db.execute(
+        found = self._db.execute(
             "SELECT body, messages FROM responses WHERE id = ?", (response_id,)
         ).fetchone()
         if found is None:
@@ -89,7 +97,7 @@ class ResponseStore:
                 hint=f"Send the whole conversation as `input`; the newest {self._kept} are kept, "
                 "except those with `store: false`",
             )
-        return found
+        return found[0], found[1]
 
     def _sweep(self) -> None:
         """Delete the oldest responses beyond the bounds."""
@@ -106,7 +114,12 @@ class ResponseStore:
         self._delete(old)
 
     def _delete(self, ids: list[str]) -> None:
-        with self._db:
-            keys = [(response_id,) for response_id in ids]
-            self._db.executemany("DELETE FROM items WHERE response = ?", keys)
-            self._db.executemany("DELETE FROM responses WHERE id = ?", keys)
+        keys = [(response_id,) for response_id in ids]
+        self._db.executemany("DELETE FROM items WHERE response = ?", keys)
+        self._db.executemany("DELETE FROM responses WHERE id = ?", keys)
+
+
+def _set_up(db: sqlite3.Connection) -> None:
+    db.executescript(_SCHEMA)
+    db.execute("SELECT number, id, body, messages FROM responses LIMIT 0")  # not another's file
+    db.execute("SELECT id, response FROM items LIMIT 0")

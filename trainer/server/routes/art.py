@@ -3,11 +3,11 @@
 import json
 import logging
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import Response
 
 from kit.types import Json
 from trainer import checkpoint, faults
@@ -15,8 +15,9 @@ from trainer.errors import Unsupported
 from trainer.server import history
 from trainer.server.backend import Backend
 from trainer.server.client_settings import inference_key
-from trainer.server.large_bodies import large
+from trainer.server.json_routes import describe, json_router, large
 from trainer.server.storage import LEASE_SECONDS
+from trainer.server.streams import ClosingStream
 from trainer.server.training import Training
 from trainer.server.wire import (
     DeployRequest,
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def routes(backend: Backend) -> APIRouter:
-    router = APIRouter()
+    router = json_router()
 
     @router.post("/register")
     async def register(model: ModelWire) -> None:
@@ -54,19 +55,19 @@ def routes(backend: Backend) -> APIRouter:
     async def get_step(model: ModelWire) -> int:
         return backend.models.get(model).step
 
-    @router.post("/_train_model")
+    @router.post("/_train_model", openapi_extra=describe(TrainRequest))
     async def train_model(
         body: Annotated[TrainRequest, Depends(large(TrainRequest))],
-    ) -> StreamingResponse:
+    ) -> Response:
         return await stream(await backend.train(body), verbose=body.verbose)
 
-    @router.post("/_train_sft")
+    @router.post("/_train_sft", openapi_extra=describe(SftRequest))
     async def train_sft(
         body: Annotated[SftRequest, Depends(large(SftRequest))],
-    ) -> StreamingResponse:
+    ) -> Response:
         return await stream(await backend.train(body.as_step()), verbose=body.verbose)
 
-    @router.post("/_log")
+    @router.post("/_log", openapi_extra=describe(LogRequest))
     async def log(body: Annotated[LogRequest, Depends(large(LogRequest))]) -> None:
         await backend.log(body.model, body.trajectory_groups, body.split)
 
@@ -123,11 +124,11 @@ def _add_experimental(router: APIRouter, backend: Backend) -> None:
         )
 
 
-async def stream(training: Training, *, verbose: bool) -> StreamingResponse:
+async def stream(training: Training, *, verbose: bool) -> Response:
     """Stream the rows of a step. The status waits for the first, so that a bad group is a 4xx."""
     rows = _logged(training) if verbose else training.rows()
     first = await anext(rows, None)
-    return StreamingResponse(_ndjson(first, rows, training), media_type="application/x-ndjson")
+    return ClosingStream(_ndjson(first, rows, training), media_type="application/x-ndjson")
 
 
 async def _logged(training: Training) -> AsyncIterator[Json]:
@@ -140,7 +141,7 @@ async def _logged(training: Training) -> AsyncIterator[Json]:
 
 async def _ndjson(
     first: Json | None, rows: AsyncIterator[Json], training: Training
-) -> AsyncIterator[str]:
+) -> AsyncGenerator[str, None]:
     """One object per line and no empty line: clients of generation 1 parse every line."""
     if first is not None:
         yield json.dumps(first) + "\n"

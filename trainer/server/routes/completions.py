@@ -6,25 +6,28 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from kit.types import Json
-from trainer.server.agent_routes import agent_router
+from trainer.base_model.tokenizer import Tokenizer
+from trainer.engines.engine import SampleRequest
 from trainer.server.backend import Backend
 from trainer.server.completions.answer import CompletionAnswer
 from trainer.server.completions.merge import Merged, merge
 from trainer.server.completions.request import CompletionRequest
-from trainer.server.disconnects import ClosingStream, while_connected
+from trainer.server.disconnects import while_connected
+from trainer.server.json_routes import json_router
+from trainer.server.prompts import prepare
+from trainer.server.streams import ClosingStream
 
 
 def routes(backend: Backend) -> APIRouter:
     """The routes under `/v1`; under `/rollouts/ID/v1` the same ones also record a rollout."""
-    router = agent_router()
+    router = json_router()
 
     @router.post("/v1/completions")
     async def complete(body: CompletionRequest, request: Request) -> Response:
         backend.models.find(body.model)  # an unknown name is refused before any work
         tokenizer = backend.workers.tokenizer
-        requests = body.sample_requests(tokenizer)
+        requests, answer = await prepare(lambda: _prepare(body, tokenizer), body.prompt)
         rollout = request.path_params.get("rollout")
-        answer = CompletionAnswer(body, requests, tokenizer)
         deltas = merge([backend.sample(body.model, each, rollout=rollout) for each in requests])
 
         def record(conversations: list[Json]) -> None:
@@ -39,6 +42,13 @@ def routes(backend: Backend) -> APIRouter:
         return JSONResponse(answer.whole())
 
     return router
+
+
+def _prepare(
+    body: CompletionRequest, tokenizer: Tokenizer
+) -> tuple[list[SampleRequest], CompletionAnswer]:
+    requests = body.sample_requests(tokenizer)
+    return requests, CompletionAnswer(body, requests, tokenizer)
 
 
 async def _first(answer: CompletionAnswer, deltas: Merged) -> Json:

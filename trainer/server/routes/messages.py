@@ -4,17 +4,18 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from kit.types import Json
-from trainer.server.agent_routes import agent_router
 from trainer.server.backend import Backend
 from trainer.server.chat.exchange import Exchange
-from trainer.server.disconnects import ClosingStream
+from trainer.server.json_routes import json_router
 from trainer.server.messages.answer import MessageAnswer, events
 from trainer.server.messages.request import CountRequest, MessagesRequest
+from trainer.server.prompts import prepare
+from trainer.server.streams import ClosingStream
 
 
 def routes(backend: Backend) -> APIRouter:
     """The routes under `/v1`; under `/rollouts/ID/v1` the same ones also record a rollout."""
-    router = agent_router()
+    router = json_router()
 
     @router.post("/v1/messages")
     async def create(body: MessagesRequest, request: Request) -> Response:
@@ -47,7 +48,8 @@ def routes(backend: Backend) -> APIRouter:
     @router.post("/v1/messages/count_tokens")
     async def count(body: CountRequest) -> Json:
         backend.models.find(body.model)
-        request = body.chat().sample_request(backend.workers.tokenizer)
+        chat, tokenizer = body.chat(), backend.workers.tokenizer
+        request = await prepare(lambda: chat.sample_request(tokenizer), chat.messages, chat.tools)
         return {"input_tokens": len(request.prompt_ids)}
 
     return router

@@ -4,16 +4,16 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from kit.types import Json
-from trainer.server.agent_routes import agent_router
 from trainer.server.backend import Backend
 from trainer.server.chat.exchange import Exchange
 from trainer.server.chat.request import ChatRequest
-from trainer.server.disconnects import ClosingStream
+from trainer.server.json_routes import json_router
+from trainer.server.streams import ClosingStream
 
 
 def routes(backend: Backend) -> APIRouter:
     """The routes under `/v1`; under `/rollouts/ID/v1` the same ones also record a rollout."""
-    router = agent_router()
+    router = json_router()
 
     @router.get("/v1/models")
     async def models() -> Json:

@@ -4,6 +4,7 @@ Ids are built from names, so that they survive a restart of the server: `PROJECT
 `PROJECT~NAME~STEP` for a training job, a number for an event.
 """
 
+import re
 from typing import Annotated, Literal
 
 import pydantic
@@ -14,17 +15,25 @@ from kit.types import Json
 from trainer.errors import BadRequest, Conflict, NotFound
 from trainer.server import history
 from trainer.server.backend import Backend
-from trainer.server.large_bodies import large
-from trainer.server.models import Model
-from trainer.server.wire import Groups, ModelWire, PlainName, TrainRequest, without_nulls
+from trainer.server.json_routes import describe, json_router, large
+from trainer.server.model import Model
+from trainer.server.wire import (
+    Groups,
+    ModelWire,
+    PlainName,
+    StoredName,
+    TrainRequest,
+    without_nulls,
+)
 
 ENTITY = "art-cluster"  # the client requires one
 PAGE = 100
+_NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 class CreateModel(pydantic.BaseModel):
-    name: PlainName
-    project: PlainName
+    name: StoredName
+    project: StoredName
     base_model: str
     entity: PlainName | None = None
     return_existing: bool = False
@@ -47,7 +56,7 @@ class LogGroups(pydantic.BaseModel):
 
 
 def routes(backend: Backend) -> APIRouter:
-    router = APIRouter(prefix="/v1/preview")
+    router = json_router(prefix="/v1/preview")
     _add_models(router, backend)
     _add_checkpoints(router, backend)
     _add_jobs(router, backend)
@@ -75,7 +84,7 @@ def _add_models(router: APIRouter, backend: Backend) -> None:
     async def delete(model_id: str) -> None:
         await backend.storage.delete_model(_model(backend, model_id))
 
-    @router.post("/models/{model_id}/log")
+    @router.post("/models/{model_id}/log", openapi_extra=describe(LogGroups))
     async def log(model_id: str, body: Annotated[LogGroups, Depends(large(LogGroups))]) -> None:
         model = _model(backend, model_id)
         wire = ModelWire(name=model.name, project=model.project)
@@ -113,7 +122,7 @@ def _add_checkpoints(router: APIRouter, backend: Backend) -> None:
 
 
 def _add_jobs(router: APIRouter, backend: Backend) -> None:
-    @router.post("/training-jobs")
+    @router.post("/training-jobs", openapi_extra=describe(CreateJob))
     async def create_job(body: Annotated[CreateJob, Depends(large(CreateJob))]) -> Json:
         model = _model(backend, body.model_id)
         wire = ModelWire(
@@ -134,10 +143,10 @@ def _add_jobs(router: APIRouter, backend: Backend) -> None:
     ) -> Json:
         model_id, _, step = job_id.rpartition("~")
         model = _model(backend, model_id)
-        if not step.isdigit():
+        if not _NUMBER.fullmatch(step):
             raise NotFound(f"There is no training job `{job_id}`", hint="Create one first")
         found = _events(backend, model, int(step))
-        if after and after.isdigit() and int(after) >= len(found):
+        if after and _NUMBER.fullmatch(after) and int(after) >= len(found):
             # A second attempt at the step starts its events over, with the same content.
             return _page([], None, limit)
         page = _page(found, after, limit)
@@ -155,8 +164,8 @@ def _add_jobs(router: APIRouter, backend: Backend) -> None:
 
 def _events(backend: Backend, model: Model, step: int) -> list[Json]:
     """The events so far, of which the first holds the number of rows."""
-    training = backend.admission.newest(model)
-    if training is None or training.request.step != step:
+    training = backend.admission.find(model, step)
+    if training is None:
         if step > model.step:
             raise NotFound(
                 f"Step `{step}` of `{model.name}` is not being trained", hint="Train it again"

@@ -4,17 +4,17 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from kit.types import Json
-from trainer.server.agent_routes import agent_router
 from trainer.server.backend import Backend
 from trainer.server.chat.exchange import Exchange
-from trainer.server.disconnects import ClosingStream
+from trainer.server.json_routes import json_router
 from trainer.server.responses.answer import ResponseAnswer, events
 from trainer.server.responses.request import ResponsesRequest
+from trainer.server.streams import ClosingStream
 
 
 def routes(backend: Backend) -> APIRouter:
     """The routes under `/v1`; under `/rollouts/ID/v1` the same ones also record a rollout."""
-    router = agent_router()
+    router = json_router()
     stored = backend.responses
 
     @router.post("/v1/responses")
