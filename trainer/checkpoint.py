@@ -6,7 +6,6 @@ nothing.
 """
 
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Collection
@@ -14,10 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from kit import files
 from kit.manifest import damage, read_manifest, write_manifest
 from kit.state_dir import STEP_NAME, step_name
 from trainer import faults
-from trainer.errors import CheckpointError, DiskFull, NotFound
+from trainer.errors import CheckpointError, NotFound, StorageError, storage_error
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,16 @@ def latest(checkpoints: Path) -> int | None:
     """Return the newest undamaged step, or None."""
     steps = reversed(_steps_on_disk(checkpoints))
     return next((step for step in steps if _is_undamaged(checkpoints, step)), None)
+
+
+def check_latest(checkpoints: Path, wanted: int) -> None:
+    """Raise unless `wanted` is the newest undamaged step, which the next one is trained from."""
+    found = latest(checkpoints)
+    if found != wanted:
+        raise CheckpointError(
+            f"The newest whole checkpoint in `{checkpoints}` is of step `{found}`, not `{wanted}`",
+            hint="Put the one that is missing back, or restart the server",
+        )
 
 
 def _is_undamaged(checkpoints: Path, step: int) -> bool:
@@ -85,11 +95,10 @@ def save(
         )
     temporary = None
     try:
-        checkpoints.mkdir(parents=True, exist_ok=True)
+        files.make_directories(checkpoints)
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=checkpoints))
         hashes = write(temporary)
         write_manifest(temporary, {**about, "step": step}, hashes or {})
-        temporary.chmod(0o755)
         if target.is_dir():
             shutil.rmtree(target)
         faults.reached("checkpoint-written")
@@ -109,7 +118,7 @@ def sync(path: Path) -> None:
     """Sync the checkpoint at `path` to disk, unless it has been deleted."""
     try:
         with ThreadPoolExecutor() as pool:  # a disk syncs many files at once
-            list(pool.map(_sync, [*path.rglob("*"), path, path.parent]))
+            list(pool.map(files.sync, [*path.rglob("*"), path, path.parent]))
     except FileNotFoundError:
         return
     except OSError as exc:
@@ -123,9 +132,17 @@ def delete(checkpoints: Path, keep: Collection[int]) -> list[int]:
         # Rename it first, so that a crash in between leaves no damaged checkpoint.
         path = path_of(checkpoints, step)
         trash = path.with_name(f".{path.name}-deleted")
-        shutil.rmtree(trash, ignore_errors=True)
-        path.rename(trash)
-        shutil.rmtree(trash)
+        try:
+            shutil.rmtree(trash, ignore_errors=True)
+            path.rename(trash)
+            if trash.is_symlink():
+                trash.unlink()  # never what it points to
+            else:
+                shutil.rmtree(trash)
+        except FileNotFoundError:
+            continue  # another request deletes it, too
+        except OSError as exc:
+            raise storage_error(exc, f"Cannot delete the checkpoint `{path}`") from exc
     return deleted
 
 
@@ -176,16 +193,5 @@ def _steps_on_disk(checkpoints: Path) -> list[int]:
     )
 
 
-def _cannot_write(path: Path, error: OSError) -> DiskFull:
-    return DiskFull(
-        f"Cannot write the checkpoint `{path}`: {error.strerror or error}",
-        hint="Free disk space, or keep fewer checkpoints; the previous step is unchanged",
-    )
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _cannot_write(path: Path, error: OSError) -> StorageError:
+    return storage_error(error, f"Cannot write the checkpoint `{path}`")

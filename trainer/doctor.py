@@ -25,15 +25,21 @@ def examine(run: ModelRun) -> list[Finding]:
         steps.setdefault(row.get("step", 0), {}).update(row)
     history = [row for row in steps.values() if "num_gradient_steps" in row][-RECENT:]
     if not history:
+        return findings_of(history, run.name)
+    damaged = [Finding(fault, "Delete it to use the step before it") for fault in run.damaged()]
+    return findings_of(history, run.name) + damaged
+
+
+def findings_of(history: list[Json], name: str) -> list[Finding]:
+    """The problems that the newest steps of a run show, without a look at its checkpoints."""
+    if not history:
         return [
             Finding(
-                f"`{run.name}` has not trained a step yet",
+                f"`{name}` has not trained a step yet",
                 "Send trajectories with `backend.train(model, groups)`",
             )
         ]
-    findings = [check(history) for check in _CHECKS]
-    damaged = [Finding(fault, "Delete it to use the step before it") for fault in run.damaged()]
-    return [finding for finding in findings if finding] + damaged
+    return [finding for check in _CHECKS if (finding := check(history))]
 
 
 def _mean(history: list[Json], name: str) -> float | None:
@@ -55,6 +61,27 @@ def _retokenized(history: list[Json]) -> Finding | None:
     return Finding(
         f"{each:.2f} choices per trajectory were not sampled by this server, or have no logprobs",
         "Send chats to this server's OpenAI port, and keep each `choice` with its logprobs",
+    )
+
+
+def _ambiguous(history: list[Json]) -> Finding | None:
+    each = _share(history, "data/ambiguous_choices", "data/step_num_trajectories", above=0.0)
+    if each is None:
+        return None
+    return Finding(
+        f"{each:.2f} choices per trajectory fit no single prompt for certain, and are not trained",
+        "Send every choice with its `choice_id`, or build trajectories with "
+        "`trainer.client.rollout`: the framework drops the ids and rewrites messages",
+    )
+
+
+def _without_logprobs(history: list[Json]) -> Finding | None:
+    each = _share(history, "data/choices_without_logprobs", "data/step_num_trajectories", above=0.0)
+    if each is None:
+        return None
+    return Finding(
+        f"{each:.2f} choices per trajectory came without log probabilities, and are not trained",
+        "Request `logprobs: true` and keep each `choice` as the server returned it",
     )
 
 
@@ -101,6 +128,24 @@ def _stale(history: list[Json]) -> Finding | None:
     )
 
 
+def _off_policy(history: list[Json]) -> Finding | None:
+    age = _mean(history, "policy_age/mean") or 0.0
+    size = _mean(history, "loss/effective_sample_size")
+    if size is not None and size < 0.5:
+        return Finding(
+            f"The trained tokens, {age:.1f} steps old on average, count as {size:.0%} of their "
+            "number: the policy has moved away from the one that sampled them",
+            "Set a lower `max_steps_off_policy`, or lower `learning_rate`",
+        )
+    if age <= 4:
+        return None
+    return Finding(
+        f"The trained tokens are {age:.1f} steps old on average",
+        "Set `max_steps_off_policy`, sample from `NAME`, which follows the newest step, or run "
+        "fewer agents at once",
+    )
+
+
 def _canary(history: list[Json]) -> Finding | None:
     difference, bound = (_mean(history, f"canary/{it}") for it in ("logprob_difference", "bound"))
     if difference is None or bound is None or difference <= bound:
@@ -131,10 +176,13 @@ def _learning_rate(history: list[Json]) -> Finding | None:
 
 _CHECKS: list[Callable[[list[Json]], Finding | None]] = [
     _retokenized,
+    _ambiguous,
+    _without_logprobs,
     _equal_rewards,
     _truncated,
     _too_long,
     _stale,
+    _off_policy,
     _canary,
     _learning_rate,
 ]

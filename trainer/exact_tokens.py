@@ -51,22 +51,34 @@ class ExactTokens:
     logprobs: list[float]
     constrained: bool = False
     """Whether the request limited the text, e.g. to a JSON schema."""
+    step: int | None = None
+    """The step of the trained model that sampled it; None for other weights."""
 
     def put(self, choice: dict[str, Any]) -> None:
         """Write the tokens into `choice`, replacing its logprobs."""
         arrays = (array(kind, getattr(self, name)) for name, kind in _TYPES.items())
-        put(choice, *arrays, constrained=self.constrained)
+        put(choice, *arrays, constrained=self.constrained, step=self.step)
 
 
-def put(choice: dict[str, Any], *arrays: Buffer, constrained: bool = False) -> None:
-    """Write the arrays of prompt ids, completion ids and logprobs into a choice."""
+def put(
+    choice: dict[str, Any],
+    *arrays: Buffer,
+    constrained: bool = False,
+    step: int | None = None,
+    id: str | None = None,
+) -> None:
+    """Write the arrays of prompt ids, completion ids and logprobs into a choice, and its `id`."""
     choice.pop("logprobs", None)
+    if id:
+        choice[CHOICE_ID] = id  # it may have been in the logprobs only
     choice[FIELD] = {
         name: binascii.b2a_base64(numbers, newline=False).decode()
         for name, numbers in zip(_TYPES, arrays, strict=True)
     }
     if constrained:
         choice[FIELD]["constrained"] = True
+    if step is not None:
+        choice[FIELD]["step"] = step
 
 
 def mark_ambiguous(choice: dict[str, Any]) -> None:
@@ -86,7 +98,8 @@ def take(choice: Mapping[str, Any]) -> ExactTokens | None:
         return None
     try:
         arrays = {name: _read(kind, fields[name]) for name, kind in _TYPES.items()}
-        return ExactTokens(**arrays, constrained=bool(fields.get("constrained")))
+        step = int(fields["step"]) if "step" in fields else None
+        return ExactTokens(**arrays, constrained=bool(fields.get("constrained")), step=step)
     except (KeyError, TypeError, ValueError) as exc:  # binascii's error is a ValueError
         raise BadRequest(
             f"A choice has an invalid `{FIELD}`: {exc!r}",

@@ -1,11 +1,10 @@
 """Read a state directory: its models, their checkpoints and their history. Writes nothing."""
 
-import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kit.files import Lines, read_lines
 from kit.manifest import MANIFEST, damage, read_manifest
 from kit.state_dir import CHECKPOINTS, HISTORY, MODEL_GLOB, checkpoint_path
 from kit.types import Json
@@ -39,20 +38,20 @@ class ModelRun:
         return (read_manifest(path) or {}).get("base_model")
 
     def history(self) -> list[Json]:
-        """Return the rows that the server logged, without lines that a crash cut off."""
-        path = self.directory / HISTORY
-        if not path.is_file():
-            return []
-        rows = []
-        for line in path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):
-                rows.append(json.loads(line))
-        return rows
+        """Return the rows that the server logged, without lines that are damaged."""
+        return self._history().rows
+
+    def _history(self) -> Lines:
+        return read_lines(self.directory / HISTORY)
 
     def summary(self) -> Json:
         """Names, newest step and newest training reward, as `trainer models` prints them."""
-        steps = self.steps()
-        rewards = [row["train/reward"] for row in self.history() if "train/reward" in row]
+        steps, history = self.steps(), self._history()
+        rewards = [
+            row["train/reward"]
+            for row in history.rows
+            if isinstance(row.get("train/reward"), int | float)
+        ]
         return {
             "project": self.project,
             "name": self.name,
@@ -60,6 +59,7 @@ class ModelRun:
             "step": steps[-1] if steps else 0,
             "checkpoints": len(steps),
             "reward": rewards[-1] if rewards else None,
+            **({"damaged_lines": len(history.skipped)} if history.skipped else {}),
         }
 
 
@@ -82,3 +82,26 @@ def find_run(state: Path, name: str | None) -> ModelRun:
             hint="Pass the server's `--state-dir`, and list its runs with `trainer models`",
         )
     return max(found, key=lambda run: run.directory.stat().st_mtime)
+
+
+def find_checkpoint(state: Path, name: str) -> Path:
+    """Return the directory of a checkpoint: a path, or the `NAME` or `NAME@STEP` of a run.
+
+    Without a step it is the newest one.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    run_name, _, step = name.partition("@")
+    try:
+        run = find_run(state, run_name)
+    except NotFound as error:
+        raise NotFound(f"There is no checkpoint `{name}`", hint=error.hint) from error
+    steps = run.steps()
+    wanted = int(step) if step.isdecimal() else steps[-1] if steps and not step else None
+    if wanted not in steps:
+        on_disk = ", ".join(map(str, steps)) or "none"
+        raise NotFound(
+            f"The run `{run.project}/{run.name}` has no checkpoint `{step or 'yet'}`",
+            hint=f"Its steps on disk are {on_disk}",
+        )
+    return checkpoint_path(run.directory, wanted)

@@ -6,7 +6,7 @@ import pydantic
 from pydantic import Field
 
 from kit.config import Config
-from trainer.config import GrpoConfig
+from trainer.step_config import GrpoConfig
 
 
 class InitArgs(Config):

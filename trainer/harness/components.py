@@ -120,7 +120,7 @@ class PythonEvaluatorConfig(Config):
 
 
 class LlmJudgeConfig(Config):
-    """Another LLM scores each run from 0 to 1."""
+    """Another LLM scores each run from 0 to 1, and says why in a sentence."""
 
     type: Literal["llm_judge"] = Field(alias="_type")
     llm: str
@@ -131,7 +131,7 @@ class LlmJudgeConfig(Config):
 
 class RulerConfig(Config):
     """Another LLM compares all runs of an example and scores each from 0 to 1, as ART's RULER
-    does."""
+    does, with a sentence for each."""
 
     type: Literal["ruler"] = Field(alias="_type")
     llm: str

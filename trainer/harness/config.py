@@ -11,8 +11,9 @@ from typing import Any, Literal
 import pydantic
 from pydantic import Field, SecretStr
 
-from kit.config import Config, read_yaml, validate
+from kit.config import Config, validate
 from kit.errors import ConfigError, plural
+from kit.yaml_files import read_yaml, shortened
 from trainer.harness.components import (
     DatasetConfig,
     EnvironmentRewardConfig,
@@ -21,6 +22,7 @@ from trainer.harness.components import (
     TrainerConfig,
     TrajectoryBuilderConfig,
 )
+from trainer.harness.off_policy_rules import check_settings
 from trainer.harness.overrides import override
 from trainer.harness.workflow_config import EnvironmentConfig, WorkflowConfig
 
@@ -69,7 +71,8 @@ class EvalGeneralConfig(Config):
     dataset: DatasetConfig | None = None
     """The examples to train on."""
     run_timeout: float = Field(600, gt=0)
-    """Time limit of one workflow run, in seconds. A run that exceeds it is lost."""
+    """Time limit in seconds of one workflow run, and of an evaluator on the runs of one example.
+    Runs that exceed it are lost."""
     on_failure: Literal["continue", "stop"] = "continue"
     """`continue` counts failed runs and trains on the others. `stop` ends the training."""
 
@@ -145,6 +148,16 @@ class FinetuningConfig(Config):
     """Number of epochs. Each samples trajectories and trains on them."""
     output_dir: Path = Path(".tmp/nat/finetuning")
     """Directory for metrics, histories and the plot."""
+    max_steps_off_policy: int = Field(0, ge=0, le=31)
+    """How many steps may be trained between the sampling of a run and its own training. 0 takes
+    turns: an epoch samples, then trains. With 1 or more, the next groups are sampled while a step
+    trains, an epoch is one step, and runs that are older are lost as `stale`."""
+    groups_per_step: int | None = Field(None, ge=1)
+    """With `max_steps_off_policy`, a step trains when this many groups with different rewards are
+    complete. Defaults to `examples_per_epoch`."""
+    oversample: float = Field(1.5, ge=1)
+    """With `max_steps_off_policy`, at most this many times `groups_per_step` groups are sampled for
+    a step, because groups with equal rewards are replaced."""
     early_stopping: EarlyStoppingConfig | None = None
     """When to stop before the last epoch. By default, all epochs run."""
     report_to: list[ReportTo] = Field(default_factory=list)
@@ -206,6 +219,7 @@ def load_config(path: Path, overrides: Sequence[tuple[str, str]] = ()) -> Finetu
         override(data, lines, name, value)
     config = validate(FinetuneConfig, data, source=str(path), lines=lines)
     _check_names(config, str(path))
+    check_settings(config)
     return config
 
 
@@ -219,7 +233,7 @@ def _check_names(config: FinetuneConfig, source: str) -> None:
             return
         near = difflib.get_close_matches(name, names, n=1)
         faults.append(
-            f"`{setting}` names `{name}`, which does not exist"
+            f"`{setting}` names `{shortened(name)}`, which does not exist"
             + (f", did you mean `{near[0]}`?" if near else "")
         )
 
@@ -240,7 +254,7 @@ def _check_names(config: FinetuneConfig, source: str) -> None:
             check(f"eval.evaluators.{name}.weights", part, config.evaluators)
     faults += _environment_faults(config)
     if finetuning.enabled:
-        faults += _missing(config)
+        faults += [f"{fault} when finetuning is enabled" for fault in missing_parts(config)]
     if faults:
         raise ConfigError(
             f"`{source}` has {plural(len(faults), 'fault')}: " + "; ".join(faults),
@@ -261,13 +275,13 @@ def _environment_faults(config: FinetuneConfig) -> list[str]:
     ]
 
 
-def _missing(config: FinetuneConfig) -> list[str]:
-    """Return a message for each setting that finetuning needs and the config lacks."""
+def missing_parts(config: FinetuneConfig, *, dataset: bool = True) -> list[str]:
+    """Return a message for each setting that runs with a reward need and the config lacks."""
     if isinstance(config.workflow, EnvironmentConfig):
         return []  # it brings both
     missing = []
-    if config.eval.general.dataset is None:
-        missing.append("`eval.general.dataset` is required when finetuning is enabled")
+    if dataset and config.eval.general.dataset is None:
+        missing.append("`eval.general.dataset` is required")
     if not config.eval.evaluators:
         missing.append("`eval.evaluators` must define a reward")
     elif config.finetuning.reward_function is None and len(config.eval.evaluators) > 1:

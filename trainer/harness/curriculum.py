@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from trainer.harness.config import CurriculumConfig
 
 
@@ -25,7 +27,7 @@ class CurriculumState:
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "CurriculumState":
-        return cls(**{**value, "included_groups": tuple(value["included_groups"])})
+        return TypeAdapter(cls).validate_python(value)
 
 
 def start(config: CurriculumConfig) -> CurriculumState:
@@ -43,6 +45,13 @@ def expand(config: CurriculumConfig, state: CurriculumState, epoch: int) -> Curr
     return replace(state, current_percentile=percentile, last_expansion_epoch=epoch)
 
 
+def differ(config: CurriculumConfig, rewards: Sequence[float]) -> bool:
+    """Whether the rewards of a group differ enough for the curriculum."""
+    return bool(rewards) and (
+        not config.enabled or round(max(rewards) - min(rewards), 9) >= config.min_reward_diff
+    )
+
+
 def select(
     config: CurriculumConfig,
     state: CurriculumState,
@@ -56,7 +65,7 @@ def select(
     means = {
         index: sum(group) / len(group)
         for index, group in enumerate(rewards)
-        if group and round(max(group) - min(group), 9) >= config.min_reward_diff
+        if differ(config, group)
     }
     order = sorted(means, key=lambda index: means[index], reverse=not config.sort_ascending)
     count = max(1, math.ceil(round(len(order) * state.current_percentile, 9)))

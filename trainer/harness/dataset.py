@@ -11,6 +11,7 @@ from kit.errors import ConfigError, plural
 from trainer.harness.components import CustomConfig, FileDatasetConfig
 from trainer.harness.types import Example
 from trainer.harness.user_code import create_component
+from trainer.harness.user_texts import error_text
 
 _MAX_REPORTED = 5  # faults that the error lists; the rest are counted
 
@@ -23,8 +24,9 @@ def load_examples(
     The user's own dataset is `_type: module:callable`. Calling it yields mappings.
     """
     if isinstance(dataset, CustomConfig) and path is None:
-        rows = ((number, row) for number, row in enumerate(create_component(dataset), 1))
-        return _examples(rows, dataset.type, FileDatasetConfig(_type="json", file_path=Path()))
+        return _examples(
+            _own_rows(dataset), dataset.type, FileDatasetConfig(_type="json", file_path=Path())
+        )
     if isinstance(dataset, CustomConfig):
         assert path is not None
         dataset = FileDatasetConfig(_type="json", file_path=path)
@@ -32,6 +34,19 @@ def load_examples(
     kind = file.suffix.lstrip(".") if path else dataset.type
     faults: list[str] = []
     return _examples(_rows(file, kind, faults), str(file), dataset, faults)
+
+
+def _own_rows(dataset: CustomConfig) -> Iterator[tuple[int, Any]]:
+    """Yield the entries of the user's own dataset, whose code may fail anywhere."""
+    entries = create_component(dataset)
+    try:
+        yield from enumerate(entries, 1)
+    except GeneratorExit:
+        raise
+    except (Exception, SystemExit) as exc:
+        raise ConfigError(
+            f"The dataset `{dataset.type}` failed: {error_text(exc)}", hint="Fix its code"
+        ) from exc
 
 
 def _rows(file: Path, kind: str, faults: list[str]) -> Iterator[tuple[int, Any]]:

@@ -11,7 +11,9 @@ from trainer.harness.types import (
     EpisodeItem,
     EpisodeItemRole,
     Failure,
+    LostRun,
     Trajectory,
+    TrajectoryCollection,
     WorkflowRun,
 )
 
@@ -63,8 +65,14 @@ def build(run: WorkflowRun, completions: Sequence[Completion]) -> Trajectory | N
             "tools": conversations[0].tools,
             "additional_tools": [conversation.tools for conversation in conversations[1:]],
             "recorded": all(completion.recorded for completion in sampled),
+            **_reasons(run),
         },
     )
+
+
+def _reasons(run: WorkflowRun) -> Json:
+    """The reasons of evaluators as metadata, which the page shows beside the reward."""
+    return {f"reason/{name}": reason for name, reason in run.reasons.items()}
 
 
 def _item(item: Json) -> EpisodeItem:
@@ -124,14 +132,48 @@ def to_wire(trajectory: Trajectory) -> Json:
     }
 
 
+def lost(groups: Sequence[Sequence[WorkflowRun]]) -> list[LostRun]:
+    """Return the runs without a trajectory, with their reasons."""
+    return [
+        LostRun(example_id=run.example.id, reason=run.failure.value, error=run.error)
+        for group in groups
+        for run in group
+        if run.failure is not None
+    ]
+
+
+def wire_groups(collection: TrajectoryCollection) -> list[Json]:
+    """Convert an epoch to ART's groups, with the lost runs of each example as exceptions.
+
+    An example without trajectories has a group of exceptions alone. These come last, and the
+    backend counts them but trains on nothing in them.
+    """
+    exceptions: dict[str, list[Json]] = {}
+    for run in collection.lost:
+        exceptions.setdefault(run.example_id, []).append(_exception(run.reason, run.error))
+    groups = []
+    for group in collection.trajectories:
+        example = str((group[0].metadata or {}).get("example_id", "")) if group else ""
+        members = [to_wire(trajectory) for trajectory in group]
+        groups.append({"trajectories": members, "exceptions": exceptions.pop(example, [])})
+    return groups + [_lost_group(example, errors) for example, errors in exceptions.items()]
+
+
+def _lost_group(example: str, exceptions: list[Json]) -> Json:
+    return {"trajectories": [], "exceptions": exceptions, "metadata": {"example_id": example}}
+
+
+def _exception(reason: str, error: str) -> Json:
+    return {"type": reason, "message": error, "traceback": ""}
+
+
 def validation_group(run: WorkflowRun) -> Json:
     """Convert a validation run to an ART group: its last conversation and its reward."""
     if run.reward is None:
-        error = {"type": str(run.failure), "message": run.error, "traceback": ""}
-        return {"trajectories": [], "exceptions": [error]}
+        return _lost_group(run.example.id, [_exception(str(run.failure), run.error)])
     last = run.completions[-1:]
     messages = [message for call in last for message in (*call.messages, call.choice)]
-    metadata = {"example_id": run.example.id}
+    metadata = {"example_id": run.example.id, **_reasons(run)}
     trajectory = {"messages_and_choices": messages, "reward": run.reward, "metadata": metadata}
     return {"trajectories": [{**trajectory, "metrics": run.metrics}], "exceptions": []}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from kit.errors import ConfigError
 from kit.types import Json
-from trainer.errors import BackendBehind
+from trainer.errors import BackendBehind, NothingToTrainOn
 from trainer.harness.config import EarlyStoppingConfig
 from trainer.harness.metrics import reward_summary
 from trainer.harness.types import Trajectory, TrajectoryCollection
@@ -34,6 +34,12 @@ def epoch_metrics(
         **reward_summary([reward for group in chosen.rewards for reward in group], "filtered_"),
         "curriculum_percentile": percentile,
     }
+
+
+def reward_row(row: Mapping[str, Any]) -> Json:
+    """Return the part of an epoch's metrics that `reward_history.json` keeps."""
+    names = ("epoch", "timestamp", "avg_reward", "min_reward", "max_reward", "reward_std_dev")
+    return {name: row.get(name) for name in (*names, "num_trajectories", "curriculum_percentile")}
 
 
 def check_early_stopping(rule: EarlyStoppingConfig | None, *, validated: bool) -> None:
@@ -70,6 +76,17 @@ def check_backend_step(step: int | None, reached: int | None) -> None:
         raise BackendBehind(f"The backend is at step {step}, but this run had reached {reached}")
 
 
+def check_for_runs(epochs: Sequence[Mapping[str, Any]]) -> None:
+    """Raise if every run of every epoch was lost: then the run as a whole did nothing."""
+    lost = sum(sum(row.get("failures", {}).values()) for row in epochs)
+    if lost and not any(row["num_trajectories"] for row in epochs):
+        cause = next(row["commonest_failure"] for row in reversed(epochs) if row["failures"])
+        raise NothingToTrainOn(
+            f"All {lost} runs were lost, most often with: {cause}",
+            hint="Fix the workflow or the evaluator; `eval.general.output_dir` has every run",
+        )
+
+
 def reasons_for_no_training(row: Mapping[str, Any]) -> str:
     """Explain from an epoch's counts why it had nothing to train on."""
     reasons = [f"{count} runs: {reason}" for reason, count in row["failures"].items()]
@@ -78,3 +95,10 @@ def reasons_for_no_training(row: Mapping[str, Any]) -> str:
     if row["num_groups"] and not row["filtered_groups"]:
         reasons.append(f"{row['num_groups']} groups: equal_rewards")
     return "; ".join(reasons) or "no example produced a trajectory"
+
+
+def tell_the_plan(chosen: TrajectoryCollection, steps: int) -> None:
+    """Say with each trajectory how many steps there will be, for the page of the run."""
+    for group in chosen.trajectories:
+        for trajectory in group:
+            trajectory.metadata = {**(trajectory.metadata or {}), "steps_planned": steps}

@@ -5,7 +5,6 @@ An evaluator receives all runs of one example together, so it can also compare t
 
 import asyncio
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -16,15 +15,19 @@ from trainer.harness import components as configs
 from trainer.harness.judges import LlmJudge, Ruler
 from trainer.harness.llm import Llms
 from trainer.harness.scorers import inspect_scorer, math_verify
+from trainer.harness.scores import Score, parse_score
 from trainer.harness.types import Failure, WorkflowRun
-from trainer.harness.user_code import call, create_component, import_object
+from trainer.harness.user_code import call, create_component, import_object, within
 
 
 class Evaluator(Protocol):
     """Scores all runs of one example."""
 
     async def score(self, runs: Sequence[WorkflowRun]) -> list[Any]:
-        """Return for each run a number, a dict with `reward` and other metrics, or an exception."""
+        """Return for each run a number, a dict, or an exception.
+
+        A dict holds `reward`, other numbers, which become metrics, and a text as `reason`.
+        """
 
 
 class EachRun:
@@ -46,7 +49,13 @@ class FastFunction:
         self._function = function
 
     async def score(self, runs: Sequence[WorkflowRun]) -> list[Any]:
-        return [self._function(run) for run in runs]
+        return [self._score(run) for run in runs]
+
+    def _score(self, run: WorkflowRun) -> Any:
+        try:
+            return self._function(run)
+        except Exception as error:  # an output that cannot be printed loses its own run only
+            return error
 
 
 class WeightedSum:
@@ -69,48 +78,25 @@ class WeightedSum:
             except BadScore as error:
                 result.append(error)
                 continue
-            metrics = {key: value for _, more in parsed.values() for key, value in more.items()}
-            values = {name: value for name, (value, _) in parsed.items()}
-            total = sum(self._weights[name] * value for name, value in values.items())
-            result.append({**metrics, **values, "reward": total})
+            total = Score(sum(self._weights[name] * part.reward for name, part in parsed.items()))
+            for part in parsed.values():
+                total.metrics |= part.metrics
+                total.reasons |= part.reasons
+            total.metrics |= {name: part.reward for name, part in parsed.items()}
+            result.append(total)
         return result
-
-
-def parse_score(score: Any, name: str, run: WorkflowRun) -> tuple[float, dict[str, float]]:
-    """Split an evaluator's result into the score and other metrics, or raise `BadScore`."""
-    where = f"Evaluator `{name}` on example `{run.example.id}`"
-    if isinstance(score, BadScore):
-        raise score
-    if isinstance(score, BaseException):
-        raise BadScore(f"{where} raised {type(score).__name__}: {score}") from score
-    metrics: dict[str, float] = {}
-    if isinstance(score, Mapping):
-        metrics = {
-            str(key): float(value)
-            for key, value in score.items()
-            if key != "reward" and _is_number(value)
-        }
-        score = score.get("reward")
-    if not _is_number(score):
-        raise BadScore(f"{where} returned `{score!r:.60}`, not a finite number")
-    return float(score), metrics
-
-
-def _is_number(value: Any) -> bool:
-    # Scalars of numpy and torch have `item`. A bool counts as 0 or 1.
-    try:
-        value = value.item() if hasattr(value, "item") else value
-    except (TypeError, ValueError, RuntimeError):  # an array with several values
-        return False
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 class Scorer:
     """All evaluators of a config: one gives the reward, the others give metrics."""
 
-    def __init__(self, evaluators: Mapping[str, Evaluator], reward: str) -> None:
+    def __init__(
+        self, evaluators: Mapping[str, Evaluator], reward: str, timeout: float | None = None
+    ) -> None:
+        """`timeout`: seconds for one evaluator on the runs of one example."""
         self._evaluators = evaluators
         self._reward = reward
+        self._timeout = timeout
 
     async def score(self, runs: Sequence[WorkflowRun]) -> None:
         """Set the reward and metrics of all runs of one example. A run without a score fails."""
@@ -119,7 +105,7 @@ class Scorer:
             return
         for name, evaluator in self._evaluators.items():
             try:
-                scores = await evaluator.score(runs)
+                scores = await within(self._timeout, evaluator.score(runs))
                 if len(scores) != len(runs):
                     raise BadScore(
                         f"Evaluator `{name}` returned {len(scores)} scores for {len(runs)} runs"
@@ -133,15 +119,16 @@ class Scorer:
         if run.failure is not None:
             return
         try:
-            value, metrics = parse_score(score, name, run)
+            found = parse_score(score, name, run)
         except BadScore as error:
             run.fail(Failure.EVALUATOR, error.message)
             return
-        run.metrics.update(metrics)
+        run.metrics.update(found.metrics)
+        run.reasons.update(found.reasons)
         if name == self._reward:
-            run.reward = value
+            run.reward = found.reward
         else:
-            run.metrics[name] = value
+            run.metrics[name] = found.reward
 
 
 def load_evaluators(

@@ -9,25 +9,22 @@ from typing import Any
 
 from rich.console import Console
 
-from kit.errors import ConfigError
 from trainer.errors import TrainingFailed
 from trainer.harness import components as configs
 from trainer.harness.config import FinetuneConfig, load_config
 from trainer.harness.context import Context
-from trainer.harness.dataset import load_examples
-from trainer.harness.environments.environment import Environment, load_environment
-from trainer.harness.evaluators import Scorer, load_evaluators
+from trainer.harness.environments.environment import Environment
+from trainer.harness.environments.load import opened
 from trainer.harness.history import METRICS, PLOT, History
-from trainer.harness.llm import Llms, Workflow
-from trainer.harness.progress import ConsoleLines, Progress
-from trainer.harness.runner import Runner
+from trainer.harness.llm import Llms
+from trainer.harness.load import load_runner, load_training, load_validation
+from trainer.harness.off_policy import OffPolicyBuilder
+from trainer.harness.progress import LOG, Progress, log_to
 from trainer.harness.trainer import ARTTrainer
 from trainer.harness.trainer_adapter import ARTTrainerAdapter
 from trainer.harness.trajectory_builder import ARTTrajectoryBuilder
-from trainer.harness.types import Example, TrainingJobStatus, TrainingStatusEnum
+from trainer.harness.types import TrainingJobStatus, TrainingStatusEnum
 from trainer.harness.user_code import create_component
-from trainer.harness.workflow import load_workflow
-from trainer.harness.workflow_config import EnvironmentConfig
 
 logger = logging.getLogger(__name__)
 
@@ -62,38 +59,17 @@ async def train(
     """
     config = load_config(config_file, overrides)
     console = console or Console(stderr=True)
-    _log_to(console)
+    log_to(console, config.finetuning.output_dir if config.finetuning.enabled else None)
     if not config.finetuning.enabled:
         logger.info("Finetuning is not enabled in %s: nothing to do", config_file)
         return None
     llms = Llms(config.llms)
-    environment = load_environment(config.workflow)
-    context = _context(config, llms, Progress(console), environment)
-    context.resume = resume
-    context.validation = _validation(config, environment, validation_dataset)
-    context.validation_interval = validation_interval
-    try:
+    async with opened(config.workflow) as environment:
+        context = make_context(config, llms, Progress(console), environment)
+        context.resume = resume
+        context.validation = load_validation(config, environment, validation_dataset)
+        context.validation_interval = validation_interval
         return await _run(config, context, llms)
-    finally:
-        if environment is not None:
-            await environment.close()
-
-
-def _validation(
-    config: FinetuneConfig, environment: Environment | None, file: Path | None
-) -> Sequence[Example] | None:
-    """Return the examples to validate on: those of the file, or the environment's own."""
-    if environment is None:
-        dataset = config.eval.general.dataset
-        assert dataset is not None  # checked with the config
-        return None if file is None else load_examples(dataset, file)
-    if file is not None:
-        raise ConfigError(
-            "`--validation_dataset` is not used: the environment brings its examples",
-            hint="Set `workflow.validation_examples` instead",
-        )
-    assert isinstance(config.workflow, EnvironmentConfig)
-    return environment.examples("eval") if config.workflow.validation_examples else None
 
 
 async def _run(config: FinetuneConfig, context: Context, llms: Llms) -> Result:
@@ -119,35 +95,19 @@ async def _run(config: FinetuneConfig, context: Context, llms: Llms) -> Result:
     return Result(config, statuses, getattr(trainer, "history", None))
 
 
-def _context(
+def make_context(
     config: FinetuneConfig, llms: Llms, progress: Progress, environment: Environment | None
 ) -> Context:
-    general, finetuning = config.eval.general, config.finetuning
-    evaluators = load_evaluators(
-        config.evaluators, llms, reward=config.reward_name, environment=environment
-    )
-    workflow: Workflow
-    if environment is not None:
-        workflow, examples = environment.run, environment.examples("train")
-    else:
-        assert general.dataset is not None and not isinstance(config.workflow, EnvironmentConfig)
-        workflow, examples = load_workflow(config.workflow), load_examples(general.dataset)
-    runner = Runner(
-        workflow,
-        llms,
-        Scorer(evaluators, config.reward_name),
-        llm=getattr(config.workflow, "llm", None),
-        max_concurrency=general.max_concurrency,
-        run_timeout=general.run_timeout,
-        stop_on_failure=general.on_failure == "stop",
-    )
+    finetuning = config.finetuning
     return Context(
         config=config,
-        runner=runner,
-        examples=examples,
+        runner=load_runner(config, llms, environment, judges=llms),
+        examples=load_training(config, environment),
         progress=progress,
         trajectory_builder=_component(
-            config.trajectory_builders, finetuning.trajectory_builder, ARTTrajectoryBuilder
+            config.trajectory_builders,
+            finetuning.trajectory_builder,
+            OffPolicyBuilder if finetuning.max_steps_off_policy else ARTTrajectoryBuilder,
         ),
         trainer_adapter=_component(
             config.trainer_adapters, finetuning.trainer_adapter, ARTTrainerAdapter
@@ -160,15 +120,6 @@ def _component(configured: dict[str, Any], name: str | None, ours: Any) -> Any:
     assert name is not None
     config = configured[name]
     return create_component(config) if isinstance(config, configs.CustomConfig) else ours(config)
-
-
-def _log_to(console: Console) -> None:
-    root = logging.getLogger("trainer.harness")
-    for handler in [h for h in root.handlers if isinstance(h, ConsoleLines)]:
-        root.removeHandler(handler)
-    root.addHandler(ConsoleLines(console))
-    root.setLevel(logging.INFO)
-    root.propagate = False
 
 
 def summary(result: Result) -> dict[str, Any]:
@@ -208,4 +159,5 @@ def closing_lines(result: Result) -> list[str]:
         lines.append(f"Training reward: {rewards[0]:.3f} first epoch, {rewards[-1]:.3f} last epoch")
     lines.append(f"Metrics: {history.directory / METRICS}")
     lines.append(f"Plot: {history.directory / PLOT}")
+    lines.append(f"Log: {history.directory / LOG}")
     return lines

@@ -5,18 +5,26 @@ and are dropped. `pending_epoch.json` holds an epoch's trajectories from before 
 until the epoch ends, so an interrupted epoch is trained exactly once, on what it had sampled.
 """
 
+import contextlib
 import fcntl
-import json
+import logging
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
+
+from pydantic import TypeAdapter
 
 from kit.errors import ConfigError
 from kit.types import Json
 from trainer.harness.curriculum import CurriculumState
 from trainer.harness.metrics import read_json, read_jsonl, write_json, write_jsonl
+from trainer.harness.progress import LOG
+from trainer.harness.sampled_groups import FILE as SAMPLED_GROUPS
+from trainer.harness.sampled_groups import Position
 from trainer.harness.types import TrajectoryCollection
 
+logger = logging.getLogger(__name__)
 STATE = "finetune_state.json"
 PENDING = "pending_epoch.json"
 METRICS = "training_metrics.jsonl"
@@ -24,7 +32,7 @@ REWARDS = "reward_history.json"
 VALIDATION = "validation_history.json"
 CURRICULUM = "curriculum_state.json"
 PLOT = "reward_plot.png"
-FILES = (STATE, PENDING, METRICS, REWARDS, VALIDATION, CURRICULUM, PLOT)
+FILES = (STATE, PENDING, SAMPLED_GROUPS, METRICS, REWARDS, VALIDATION, CURRICULUM, PLOT, LOG)
 
 
 @dataclass
@@ -39,6 +47,8 @@ class Pending:
     collection: Json
     curriculum: Json
     """The curriculum's state after this epoch."""
+    position: Position | None = None
+    """The groups that are unused after this epoch; None if it took turns."""
 
     def trajectories(self) -> TrajectoryCollection:
         return TrajectoryCollection.model_validate(self.collection)
@@ -57,6 +67,8 @@ class History:
     trained: int = 0
     """Number of epochs that trained on something."""
     curriculum: CurriculumState = field(default_factory=lambda: CurriculumState(1.0))
+    position: Position | None = None
+    """The groups that no epoch has used; None if no epoch was sampled ahead."""
     metrics: list[Json] = field(default_factory=list)
     rewards: list[Json] = field(default_factory=list)
     validation: list[Json] = field(default_factory=list)
@@ -75,6 +87,7 @@ class History:
                 "idle": self.idle,
                 "trained": self.trained,
                 "curriculum": self.curriculum.as_json(),
+                **({"position": asdict(self.position)} if self.position else {}),
             },
         )
 
@@ -88,9 +101,15 @@ class History:
         """Return the epoch that was sampled before a kill, if it is the next one."""
         try:
             saved = read_json(self.directory / PENDING, None)
-        except json.JSONDecodeError:
+            if saved is None:
+                return None
+            pending = TypeAdapter(Pending).validate_python(saved)
+            pending.trajectories()
+            CurriculumState.from_json(pending.curriculum)
+        except (ValueError, RecursionError):  # damaged: the epoch is sampled again
+            logger.warning("`%s` is damaged and is not used", self.directory / PENDING)
             return None
-        return Pending(**saved) if saved and saved["epoch"] == self.epoch + 1 else None
+        return pending if pending.epoch == self.epoch + 1 else None
 
 
 def lock(directory: Path) -> IO[str]:
@@ -110,6 +129,23 @@ def lock(directory: Path) -> IO[str]:
 
 def resume(directory: Path) -> History | None:
     """Read the history of the run in `directory`, up to its last finished epoch."""
+    try:
+        return _resume(directory)
+    except (
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RecursionError,
+    ) as exc:
+        raise ConfigError(
+            f"The files of the run in `{directory}` are damaged: {type(exc).__name__}",
+            hint="Start a new run without `--resume`, which keeps these files in `previous`",
+        ) from exc
+
+
+def _resume(directory: Path) -> History | None:
     state = read_json(directory / STATE, None)
     if state is None:
         return None
@@ -120,11 +156,12 @@ def resume(directory: Path) -> History | None:
 
     return History(
         directory,
-        state["run_id"],
-        epoch=epoch,
-        idle=state["idle"],
-        trained=state["trained"],
+        str(state["run_id"]),
+        epoch=int(epoch),
+        idle=int(state["idle"]),
+        trained=int(state["trained"]),
         curriculum=CurriculumState.from_json(state["curriculum"]),
+        position=TypeAdapter(Position | None).validate_python(state.get("position")),
         metrics=finished(read_jsonl(directory / METRICS)),
         rewards=finished(read_json(directory / REWARDS, [])),
         validation=finished(read_json(directory / VALIDATION, [])),
@@ -134,9 +171,13 @@ def resume(directory: Path) -> History | None:
 def set_aside(directory: Path) -> Path | None:
     """Move an earlier run's files to `previous/RUN_ID`, so a new run starts clean."""
     files = [directory / name for name in FILES if (directory / name).exists()]
-    if not files:
+    if all(path.name == LOG for path in files):  # the log of the run that starts now
         return None
-    run_id = str((read_json(directory / STATE, None) or {}).get("run_id") or "unknown")
+    run_id = "unknown"
+    with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        run_id = str(read_json(directory / STATE, None)["run_id"])
+    if not re.fullmatch(r"[\w.-]+", run_id) or run_id in (".", ".."):
+        run_id = "unknown"
     target = directory / "previous" / run_id
     target.mkdir(parents=True, exist_ok=True)
     for path in files:

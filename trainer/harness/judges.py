@@ -17,10 +17,13 @@ _SCORE = re.compile(
     r"\W*(?:score\W*)?(?<![-.\d])(-?\d*\.\d+|-?\d+(?![.)]\s+\w))(?![.,]?\d|\s*(?:/|%|out of))",
     re.IGNORECASE,
 )
+_KEY = re.compile(r'"score"\s*:', re.IGNORECASE)
+Verdict = float | dict[str, Any]
+"""A score, with the judge's reason if it gives one."""
 
 
 class LlmJudge:
-    """Requests a score between 0 and 1 for each run."""
+    """Requests a score between 0 and 1 for each run, and a sentence that says why."""
 
     def __init__(self, llms: Llms, config: configs.LlmJudgeConfig) -> None:
         self._llms = llms
@@ -29,18 +32,21 @@ class LlmJudge:
     async def score(self, runs: Sequence[WorkflowRun]) -> list[Any]:
         return list(await asyncio.gather(*map(self._score_run, runs), return_exceptions=True))
 
-    async def _score_run(self, run: WorkflowRun) -> float:
+    async def _score_run(self, run: WorkflowRun) -> Verdict:
         expected = f"\n\nExpected answer:\n{run.example.answer}" if run.example.answer else ""
         prompt = (
             f"{self._config.instructions}\n\nTask:\n{run.example.question}{expected}\n\n"
             f"Answer:\n{run.output}\n\n"
-            "Reply with a number between 0 (worst) and 1 (best), and nothing else."
+            'Reply with JSON such as {"reason": "one sentence", "score": 0.7}, where the score is '
+            "between 0 (worst) and 1 (best), and with nothing else."
         )
         reply = await _judge(self._llms, self._config.llm).ask(prompt)
-        match = _SCORE.match(_without_thoughts(reply))
-        if not match or not 0 <= float(match[1]) <= 1:
-            raise JudgeUnclear(f"The judge replied `{reply[:60]}`, not a number from 0 to 1")
-        return float(match[1])
+        try:
+            return _read_verdict(_without_thoughts(reply))
+        except (ValueError, TypeError, LookupError, RecursionError):
+            raise JudgeUnclear(
+                f"The judge replied `{reply[:60]}`, not a score from 0 to 1"
+            ) from None
 
 
 class Ruler:
@@ -62,11 +68,19 @@ class Ruler:
             f"{self._config.instructions}\n\nTask:\n{runs[0].example.question}\n\n"
             f"{len(runs)} attempts at it follow. Compare them, and give each a score between 0 and "
             f"1; better attempts get higher scores.\n\n{attempts}\n\n"
-            f"Reply with a JSON list of {len(runs)} numbers, in the order of the attempts, and "
-            "nothing else."
+            f"Reply with a JSON list of {len(runs)} objects in the order of the attempts, such as "
+            '[{"reason": "one sentence", "score": 0.7}, …], and nothing else.'
         )
         reply = await _judge(self._llms, self._config.llm).ask(prompt)
-        return _parse_scores(reply, len(runs))
+        try:
+            verdicts = _read_verdicts(_without_thoughts(reply))
+        except (ValueError, TypeError, LookupError, RecursionError):
+            verdicts = []
+        if len(verdicts) != len(runs):
+            raise JudgeUnclear(
+                f"The judge replied `{reply[:60]}`, not {len(runs)} scores from 0 to 1"
+            )
+        return list(verdicts)
 
 
 def _without_thoughts(reply: str) -> str:
@@ -80,15 +94,51 @@ def _transcript(run: WorkflowRun) -> str:
     return "\n".join([*completions, f"Output: {run.output}"])
 
 
-def _parse_scores(reply: str, count: int) -> list[float]:
-    match = re.search(r"\[[^\[\]]*\]", _without_thoughts(reply))
-    try:
-        scores = [float(score) for score in json.loads(match[0])] if match else []
-    except (ValueError, TypeError):
-        scores = []
-    if len(scores) != count or not all(0 <= score <= 1 for score in scores):
-        raise JudgeUnclear(f"The judge replied `{reply[:60]}`, not {count} numbers from 0 to 1")
-    return scores
+def _read_verdict(reply: str) -> Verdict:
+    """One score with its reason, or a number alone. Raises ValueError and others."""
+    if _KEY.search(reply):
+        return _verdict(_only_json(reply))
+    match = _SCORE.match(reply)
+    return _verdict(match[1] if match else None)
+
+
+def _read_verdicts(reply: str) -> list[Verdict]:
+    """A list of them."""
+    if _KEY.search(reply):
+        found = _only_json(reply)
+        if isinstance(found, dict):  # some judges can only reply with an object
+            (found,) = (value for value in found.values() if isinstance(value, list))
+    else:
+        match = re.search(r"\[[^\[\]]*\]", reply)
+        found = json.loads(match[0]) if match else []
+    return [_verdict(item) for item in found]
+
+
+def _only_json(reply: str) -> Any:
+    """The one object, or list of objects, in a reply.
+
+    With a second one it is unclear which is meant: a judge may quote the answer, and a model in
+    training would learn to write scores. For the same reason no part of damaged JSON is used.
+    """
+    start = re.search(r"\{|\[\s*\{", reply)
+    if start is None:
+        raise ValueError("no JSON")
+    value, end = json.JSONDecoder(strict=False).raw_decode(reply, start.start())
+    if "{" in reply[end:]:
+        raise ValueError("more than one JSON value")
+    return value
+
+
+def _verdict(item: Any) -> Verdict:
+    given = {"score": item}
+    if isinstance(item, dict):
+        given = {key.lower(): value for key, value in item.items()}
+    score, reason = given["score"], given.get("reason")
+    if isinstance(score, bool) or not 0 <= float(score) <= 1:
+        raise ValueError("not a score from 0 to 1")
+    if not isinstance(reason, str) or not reason.strip():
+        return float(score)
+    return {"reward": float(score), "reason": reason}
 
 
 def _judge(llms: Llms, name: str) -> Any:

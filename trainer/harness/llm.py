@@ -31,6 +31,8 @@ class Endpoint:
         self.config = config
         self.records = False
         """Whether the endpoint is our gateway, which records rollouts. `probe` finds out."""
+        self.ask_for_logprobs = True
+        """Whether `Llm.chat` asks for logprobs. Training needs them; some endpoints refuse them."""
         key = config.api_key.get_secret_value()
         self.http = httpx.AsyncClient(
             headers={"Authorization": f"Bearer {key}"},
@@ -79,6 +81,7 @@ class Endpoint:
                 tools=call["tools"],
                 policy_step=call["policy_step"],
                 created=call["created"],
+                prompt_tokens=_prompt_tokens(call),
             )
             for call in response["completions"]
             for choice in call["choices"]
@@ -113,6 +116,11 @@ class Endpoint:
             answer: Json = response.json()
             return answer
         raise LlmUnavailable(problem)
+
+
+def _prompt_tokens(answer: Json) -> int:
+    count = (answer.get("usage") or {}).get("prompt_tokens")
+    return count if isinstance(count, int) else 0
 
 
 def _error_text(response: httpx.Response) -> str:
@@ -178,7 +186,7 @@ class Llm:
         body = {
             "model": self.model,
             "messages": messages,
-            "logprobs": True,
+            **({"logprobs": True} if self._endpoint.ask_for_logprobs else {}),
             **self.config.sampling,
             **settings,
         }
@@ -193,6 +201,7 @@ class Llm:
                 policy_step=answer.get("policy_step"),
                 created=float(answer.get("created") or 0),
                 recorded=False,
+                prompt_tokens=_prompt_tokens(answer),
             )
             for choice in answer["choices"]
         ]

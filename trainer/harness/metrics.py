@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kit.types import Json
-from trainer.harness.types import WorkflowRun
+from trainer.harness.user_texts import text_of
 
 
 def reward_summary(rewards: Sequence[float], prefix: str = "") -> dict[str, float]:
@@ -24,22 +24,12 @@ def reward_summary(rewards: Sequence[float], prefix: str = "") -> dict[str, floa
     }
 
 
-def mean_metrics(runs: Iterable[WorkflowRun]) -> dict[str, float]:
-    """Return the mean of each metric over the runs that have it."""
-    values: dict[str, list[float]] = {}
-    for run in runs:
-        if run.failure is None:
-            for name, value in run.metrics.items():
-                values.setdefault(name, []).append(value)
-    return {name: statistics.fmean(numbers) for name, numbers in sorted(values.items())}
-
-
 def write_json(path: Path, value: Any) -> None:
     """Replace `path` atomically: a kill leaves the old or the new file, never a partial one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:
-        json.dump(_clean(value), file, indent=2)
+        json.dump(clean(value), file, indent=2)
         file.write("\n")
         file.flush()
         os.fsync(file.fileno())
@@ -51,9 +41,23 @@ def write_jsonl(path: Path, rows: Iterable[Json]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:
-        # `default=str`: an agent may output any object, and must not make the epoch fail.
-        file.writelines(json.dumps(_clean(row), default=str) + "\n" for row in rows)
+        file.writelines(_line(row) + "\n" for row in rows)
     temporary.replace(path)
+
+
+def plain(row: Json) -> Json:
+    """Return a row as it reads in a file: JSON alone, whatever an agent put into it."""
+    read: Json = json.loads(_line(row))
+    return read
+
+
+def _line(row: Json) -> str:
+    """A row as JSON. An agent may output any object, which must not make the epoch fail."""
+    try:
+        return json.dumps(clean(row), default=text_of)
+    except Exception:  # an object without an end, or a number too long to print
+        plain = {name: text_of(value) for name, value in row.items()}
+        return json.dumps(plain)
 
 
 def read_json(path: Path, default: Any) -> Any:
@@ -66,12 +70,12 @@ def read_jsonl(path: Path) -> list[Json]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
-def _clean(value: Any) -> Any:
+def clean(value: Any) -> Any:
     """Replace NaN and infinities by None, because JSON has neither."""
     if isinstance(value, dict):
-        return {str(name): _clean(part) for name, part in value.items()}
+        return {text_of(name): clean(part) for name, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_clean(part) for part in value]
+        return [clean(part) for part in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -4,8 +4,8 @@ from typing import Any
 
 import yaml
 
-from kit.config import Location
 from kit.errors import ConfigError
+from kit.yaml_files import Location
 
 
 def override(data: dict[str, Any], lines: dict[Location, int], name: str, text: str) -> None:

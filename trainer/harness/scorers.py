@@ -14,6 +14,7 @@ from trainer.errors import BadScore
 from trainer.harness.components import InspectScorerConfig, MathVerifyConfig
 from trainer.harness.types import WorkflowRun
 from trainer.harness.user_code import import_object
+from trainer.processes.worker import environment_without_keys
 
 _TIMEOUT = 20.0  # seconds; the worker limits itself to 5 for each of its three steps
 
@@ -94,6 +95,7 @@ class MathWorker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
+                env=environment_without_keys(),
                 text=True,
             )
         return self._process
@@ -153,7 +155,9 @@ def inspect_scorer(config: InspectScorerConfig) -> Callable[[WorkflowRun], Await
             raise BadScore(f"The scorer `{config.scorer}` gave no score")
         if isinstance(found.value, dict):
             values = {name: to_float(value) for name, value in found.value.items()}
-            return {"reward": sum(values.values()) / len(values), **values}
-        return to_float(found.value)
+            reward = sum(values.values()) / len(values)
+        else:
+            values, reward = {}, to_float(found.value)
+        return {**values, "reward": reward, "reason": found.explanation}
 
     return score

@@ -15,12 +15,17 @@ from trainer.harness.curriculum import CurriculumState
 from trainer.harness.epoch_rules import (
     check_backend_step,
     check_early_stopping,
+    check_for_runs,
     epoch_metrics,
     groups_with_signal,
     reason_to_stop,
     reasons_for_no_training,
+    reward_row,
+    tell_the_plan,
 )
 from trainer.harness.history import History, Pending
+from trainer.harness.off_policy import OffPolicyBuilder
+from trainer.harness.progress import EACH_EPOCH
 from trainer.harness.reporting import Reporter, load_reporters
 from trainer.harness.types import (
     TrainingJobRef,
@@ -66,7 +71,10 @@ class ARTTrainer:
             past.curriculum = curriculum.start(config.config.finetuning.curriculum_learning)
             past.save()  # so a run killed in its first epoch can be resumed
         self._history = past
-        await config.trajectory_builder.initialize(config)
+        builder = config.trajectory_builder
+        await builder.initialize(config)
+        if isinstance(builder, OffPolicyBuilder):
+            builder.resume((past.pending() or past).position, past.epoch)
         await config.trainer_adapter.initialize(config)
         self._reporters = load_reporters(config, past.run_id)
 
@@ -79,8 +87,8 @@ class ARTTrainer:
             if past.epoch:
                 logger.info("Resuming run %s after epoch %s", past.run_id, past.epoch)
                 check_backend_step(await self._step(), past.metrics[-1].get("step"))
-            elif not past.validation:
-                await self._validate(0)
+            else:
+                await self._validate_alone(0)
             while past.epoch < num_epochs:
                 ref = await self.run_epoch(past.epoch, past.run_id)
                 status = await self._finish_epoch(ref, num_epochs)
@@ -88,7 +96,7 @@ class ARTTrainer:
                 if status.status in (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED):
                     logger.error("Training failed at epoch %s: %s", past.epoch + 1, status.message)
                     return statuses
-                logger.info("Completed epoch %s/%s", past.epoch, num_epochs)
+                logger.info("Completed epoch %s/%s", past.epoch, num_epochs, extra=EACH_EPOCH)
                 if past.idle >= MAX_IDLE_EPOCHS and not past.trained:
                     why = reasons_for_no_training(past.metrics[-1])
                     raise NothingToTrainOn(f"Nothing to train on in {past.idle} epochs: {why}")
@@ -96,7 +104,8 @@ class ARTTrainer:
                 if reason := reason_to_stop(rule, past.rewards, past.validation):
                     logger.info("Stopping after epoch %s: %s", past.epoch, reason)
                     break
-            await self._last_validation()
+            check_for_runs(past.metrics)
+            await self._validate_alone(past.epoch)  # if it stopped early, or has fewer epochs now
             self._draw()
             return statuses
         finally:
@@ -113,11 +122,12 @@ class ARTTrainer:
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         """Sample and submit epoch `epoch` (from 0). Return None if there is nothing to train on."""
         context, past = self._ready()
-        logger.info("Starting epoch %s for run %s", epoch + 1, run_id)
+        logger.info("Starting epoch %s for run %s", epoch + 1, run_id, extra=EACH_EPOCH)
         self._epoch_started = time.monotonic()
         interrupted = past.pending()
         self._pending = pending = interrupted or await self._sample(epoch, run_id)
         past.curriculum = CurriculumState.from_json(pending.curriculum)
+        past.position = pending.position or past.position
         self._train_started = time.monotonic()
         if interrupted and await self._was_trained(interrupted):
             logger.info("Epoch %s was trained before the restart", epoch + 1)
@@ -137,21 +147,28 @@ class ARTTrainer:
         builder = context.trajectory_builder
         await builder.start_run(run_id=run_id, meta=meta)
         sampled = await builder.finalize(run_id=run_id, meta=meta)
+        ahead = builder if isinstance(builder, OffPolicyBuilder) else None
         if not sampled.trajectories:
             logger.warning("No trajectories collected for epoch %s", epoch + 1)
         chosen = self._choose(sampled, epoch)
+        step = await self._step()
+        if step is not None:
+            tell_the_plan(chosen, step + context.config.finetuning.num_epochs - epoch)
         row = {
             **epoch_metrics(epoch + 1, sampled, chosen, past.curriculum.current_percentile),
             "failures": dict(getattr(builder, "lost", {})),
+            "commonest_failure": getattr(builder, "commonest_failure", ""),
             "metrics": dict(getattr(builder, "metrics", {})),
+            **(ahead.ages if ahead else {}),
             "time/sample_s": time.monotonic() - started,
         }
         return Pending(
             epoch=epoch + 1,
-            step=await self._step(),
+            step=step,
             row=row,
             collection=chosen.model_dump(mode="json"),
             curriculum=past.curriculum.as_json(),
+            position=ahead.position if ahead else None,
         )
 
     def _choose(self, sampled: TrajectoryCollection, epoch: int) -> TrajectoryCollection:
@@ -168,7 +185,7 @@ class ARTTrainer:
                 "or differ by less than `min_reward_diff`",
                 epoch + 1,
             )
-        return TrajectoryCollection(trajectories=kept, run_id=sampled.run_id)
+        return sampled.model_copy(update={"trajectories": kept})
 
     async def _finish_epoch(self, ref: TrainingJobRef | None, num_epochs: int) -> TrainingJobStatus:
         """Wait for the training, validate if it is due, and record the epoch."""
@@ -194,13 +211,12 @@ class ARTTrainer:
         if context.validation is not None and (
             past.epoch % context.validation_interval == 0 or past.epoch == num_epochs
         ):
+            started = time.monotonic()
             validation = await self._validate(past.epoch)
+            row["time/validate_s"] = time.monotonic() - started
         row["time/epoch_s"] = time.monotonic() - self._epoch_started
         past.metrics.append(row)
-        names = ("epoch", "timestamp", "avg_reward", "min_reward", "max_reward", "reward_std_dev")
-        past.rewards.append(
-            {name: row.get(name) for name in (*names, "num_trajectories", "curriculum_percentile")}
-        )
+        past.rewards.append(reward_row(row))
         past.save()
         past.end_training()
         if time.monotonic() - self._drawn > DRAW_INTERVAL:
@@ -212,8 +228,10 @@ class ARTTrainer:
             past.epoch,
             "none" if reward is None else f"{reward:.4f}",
             row["num_trajectories"],
+            extra=EACH_EPOCH,
         )
-        context.progress.epoch_done(reward, (validation or {}).get("avg_reward"))
+        context.progress.epoch_row(row, validation)
+        context.progress.one_done(reward, (validation or {}).get("avg_reward"))
         return status
 
     async def _await_training(self, ref: TrainingJobRef | None, run_id: str) -> TrainingJobStatus:
@@ -227,25 +245,21 @@ class ARTTrainer:
             )
         return await context.trainer_adapter.wait_until_complete(ref)
 
-    async def _validate(self, epoch: int) -> Json | None:
+    async def _validate(self, epoch: int) -> Json:
         context, past = self._ready()
-        if context.validation is None:
-            return None
         summary = await validate(context, past.run_id, epoch)
         past.validation.append(summary)
-        if epoch == 0:
-            past.save()
-            self._report({"epoch": 0}, summary)
         return summary
 
-    async def _last_validation(self) -> None:
-        """Validate at the end of a run that stopped early or was resumed with fewer epochs."""
+    async def _validate_alone(self, epoch: int) -> None:
+        """Validate outside of the epochs, unless that was measured already."""
         context, past = self._ready()
         measured = [summary["epoch"] for summary in past.validation]
-        if context.validation is not None and past.epoch not in measured:
-            summary = await self._validate(past.epoch)
+        if context.validation is not None and epoch not in measured:
+            summary = await self._validate(epoch)
             past.save()
-            self._report({"epoch": past.epoch}, summary)
+            self._report({"epoch": epoch}, summary)
+            context.progress.epoch_row({"epoch": epoch}, summary)
 
     async def _was_trained(self, pending: Pending) -> bool:
         """Whether the backend has finished the step of an interrupted epoch."""

@@ -19,6 +19,7 @@ from trainer.errors import NotConnected, NotFound, NotReady, TrainerError
 from trainer.harness import episodes
 from trainer.harness.backend_config import ArtBackendConfig
 from trainer.harness.components import ArtTrainerAdapterConfig
+from trainer.harness.progress import EACH_EPOCH
 from trainer.harness.types import (
     TrainingJobRef,
     TrainingJobStatus,
@@ -142,17 +143,15 @@ class ARTTrainerAdapter:
         ref = TrainingJobRef(
             run_id=trajectories.run_id, backend=BACKEND, metadata={"step": step + 1}
         )
-        groups = [
-            WireGroup({"trajectories": [episodes.to_wire(t) for t in group], "exceptions": []})
-            for group in trajectories.trajectories
-        ]
+        groups = [WireGroup(group) for group in episodes.wire_groups(trajectories)]
         rows: list[dict[str, float]] = []
         task = asyncio.create_task(self._train(step + 1, rows, groups))
         self._jobs[trajectories.run_id] = _Job(ref, rows, task)
         logger.info(
             "Submitted %s trajectories in %s groups for training",
             trajectories.count,
-            len(groups),
+            len(trajectories.trajectories),
+            extra=EACH_EPOCH,
         )
         return ref
 
@@ -205,7 +204,7 @@ class ARTTrainerAdapter:
             logger.debug("training %s: %s %%", ref.run_id, progress)
         status = await self.status(ref)
         if status.status == TrainingStatusEnum.COMPLETED:
-            logger.info("Training %s completed successfully.", ref.run_id)
+            logger.info("Training %s completed successfully.", ref.run_id, extra=EACH_EPOCH)
         return status
 
     async def cancel(self, ref: TrainingJobRef) -> None:

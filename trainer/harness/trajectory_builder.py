@@ -3,15 +3,24 @@
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kit.types import Json
 from trainer.harness import episodes
 from trainer.harness.components import ArtTrajectoryBuilderConfig
 from trainer.harness.context import Context
-from trainer.harness.metrics import mean_metrics, write_jsonl
-from trainer.harness.runner import failures, record, warn_of_failures
-from trainer.harness.types import Example, Trajectory, TrajectoryCollection, WorkflowRun
+from trainer.harness.metrics import write_jsonl
+from trainer.harness.progress import EACH_EPOCH
+from trainer.harness.runner import commonest_failure, failures, record, warn_of_failures
+from trainer.harness.types import (
+    Completion,
+    Example,
+    LostRun,
+    Trajectory,
+    TrajectoryCollection,
+    WorkflowRun,
+)
+from trainer.measurements import mean_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +32,8 @@ class ARTTrajectoryBuilder:
         self.config = config
         self.lost: dict[str, int] = {}
         """Number of the last epoch's runs without a trajectory, by reason."""
+        self.commonest_failure = ""
+        """The error that most of the last epoch's lost runs have."""
         self.metrics: dict[str, float] = {}
         """Means of the evaluators' metrics over the last epoch's runs."""
         self._context: Context | None = None
@@ -35,7 +46,9 @@ class ARTTrajectoryBuilder:
         """Start `num_generations` runs of every example, and return without waiting for them."""
         context = self._ready()
         generations = self.config.num_generations
-        logger.info("Starting %s evaluation runs for run_id: %s", generations, run_id)
+        logger.info(
+            "Starting %s evaluation runs for run_id: %s", generations, run_id, extra=EACH_EPOCH
+        )
         epoch = (meta or {}).get("epoch", 0)
         examples = self._examples(context, epoch)
         context.progress.phase("sampling", generations * len(examples))
@@ -53,23 +66,19 @@ class ARTTrajectoryBuilder:
         except ExceptionGroup as group:
             raise group.exceptions[0] from None  # the first error cancelled the others
         built = [
-            [trajectory for run in group if (trajectory := self._build(context, run)) is not None]
+            [trajectory for run in group if (trajectory := build(context, run)) is not None]
             for group in runs
         ]
         groups = [group for group in built if group]
-        self.lost = failures(runs)
-        self.metrics = mean_metrics(run for group in runs for run in group)
-        warn_of_failures(runs)
-        epoch = (meta or {}).get("epoch", 0)
-        path = context.config.eval.general.output_dir / f"epoch_{epoch + 1:04d}.jsonl"
-        write_jsonl(path, (record(run) for group in runs for run in group))
-        logger.info(
-            "Built %s trajectories across %s examples for run_id: %s",
-            sum(map(len, groups)),
-            len(groups),
-            run_id,
+        lost = episodes.lost(runs)
+        self.lost = failures(lost)
+        self.commonest_failure = commonest_failure(lost)
+        self.metrics = mean_metrics(
+            run.metrics for group in runs for run in group if run.failure is None
         )
-        return TrajectoryCollection(trajectories=groups, run_id=run_id)
+        warn_of_failures(lost)
+        records = (record(run) for group in runs for run in group)
+        return collect(context, run_id, meta, groups, lost, records)
 
     async def cancel(self) -> None:
         for task in self.evaluation_runs.values():
@@ -81,23 +90,56 @@ class ARTTrajectoryBuilder:
         count = self.config.examples_per_epoch
         if count is None:
             return context.examples
-        total = len(context.examples)
-        chosen = []
-        for position in range(epoch * count, (epoch + 1) * count):
-            order = list(range(total))
-            random.Random(f"{context.config.finetuning.seed}/{position // total}").shuffle(order)
-            chosen.append(context.examples[order[position % total]])
+        chosen = [
+            example_at(context, position) for position in range(epoch * count, (epoch + 1) * count)
+        ]
         # An epoch that spans two passes may draw an example twice. Records are found by the
         # example's id, so it runs only once.
         return list({example.id: example for example in chosen}.values())
-
-    def _build(self, context: Context, run: WorkflowRun) -> Trajectory | None:
-        if run.failure is not None:
-            return None
-        calls = episodes.select_completions(run.completions, context.functions, context.target_llm)
-        return episodes.build(run, calls)
 
     def _ready(self) -> Context:
         if self._context is None:
             raise RuntimeError("Call initialize() first")
         return self._context
+
+
+def example_at(context: Context, position: int) -> Example:
+    """Return an example of the endless series. It is shuffled for each pass through the dataset."""
+    total = len(context.examples)
+    order = list(range(total))
+    random.Random(f"{context.config.finetuning.seed}/{position // total}").shuffle(order)
+    return context.examples[order[position % total]]
+
+
+def build(context: Context, run: WorkflowRun) -> Trajectory | None:
+    """Return the run's trajectory, from the calls that are trained; None if it is lost."""
+    if run.failure is not None:
+        return None
+    return episodes.build(run, trained_calls(context, run))
+
+
+def trained_calls(context: Context, run: WorkflowRun) -> list[Completion]:
+    """Return the run's calls to the target model from the target functions."""
+    return episodes.select_completions(run.completions, context.functions, context.target_llm)
+
+
+def collect(
+    context: Context,
+    run_id: str,
+    meta: Json | None,
+    groups: list[list[Trajectory]],
+    lost: list[LostRun],
+    records: Iterable[Json],
+) -> TrajectoryCollection:
+    """Write the records of an epoch's runs, and return its groups."""
+    epoch = (meta or {}).get("epoch", 0)
+    path = context.config.eval.general.output_dir / f"epoch_{epoch + 1:04d}.jsonl"
+    write_jsonl(path, records)
+    logger.info(
+        "Built %s trajectories across %s examples for run_id: %s",
+        sum(map(len, groups)),
+        len(groups),
+        run_id,
+        extra=EACH_EPOCH,
+    )
+    return TrajectoryCollection(trajectories=groups, run_id=run_id, lost=lost)

@@ -35,6 +35,8 @@ class Failure(StrEnum):
     NO_LOGPROBS = "no_logprobs"
     NO_CALLS = "no_calls"
     OUT_OF_ORDER = "out_of_order"
+    STALE = "stale"
+    """More steps were trained since it was sampled than `max_steps_off_policy` allows."""
 
 
 @dataclass
@@ -53,6 +55,8 @@ class Completion:
     created: float = 0.0
     recorded: bool = True
     """Whether the gateway's ledger has its tokens."""
+    prompt_tokens: int = 0
+    """Tokens of the prompt, if the endpoint counts them."""
 
     @property
     def text(self) -> str:
@@ -86,6 +90,8 @@ class WorkflowRun:
     """Rewards that the workflow reported with `llm.reward(...)`."""
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Why evaluators gave their scores, by the evaluator's name."""
     failure: Failure | None = None
     error: str = ""
     seconds: float = 0.0
@@ -130,11 +136,21 @@ class Trajectory(pydantic.BaseModel):
     metrics: dict[str, float] = {}
 
 
+class LostRun(pydantic.BaseModel):
+    """A run that produced no trajectory."""
+
+    example_id: str
+    reason: str
+    error: str = ""
+
+
 class TrajectoryCollection(pydantic.BaseModel):
     """Trajectories of one epoch, grouped by example."""
 
     trajectories: list[list[Trajectory]]
     run_id: str
+    lost: list[LostRun] = []
+    """The epoch's other runs, which are counted and shown but not trained on."""
 
     @property
     def count(self) -> int:

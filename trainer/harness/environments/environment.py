@@ -6,7 +6,6 @@ from typing import Any, Literal, Protocol
 from kit.errors import ConfigError
 from trainer.harness.llm import Llm
 from trainer.harness.types import Example, Outcome, WorkflowRun
-from trainer.harness.workflow_config import GymnasiumConfig, VerifiersConfig
 
 Split = Literal["train", "eval"]
 
@@ -24,20 +23,6 @@ class Environment(Protocol):
         """Return the reward and metrics of each run. This is the evaluator."""
 
     async def close(self) -> None: ...
-
-
-def load_environment(config: object) -> Environment | None:
-    """Load the environment that a workflow's config names; None if it names none."""
-    match config:
-        case VerifiersConfig():
-            from trainer.harness.environments.verifiers import load_verifiers
-
-            return load_verifiers(config)
-        case GymnasiumConfig():
-            from trainer.harness.environments.gymnasium import GymnasiumEnvironment
-
-            return GymnasiumEnvironment(config)
-    return None
 
 
 def hold_out(examples: list[Example], count: int, split: Split, name: str) -> list[Example]:

@@ -1,66 +1,20 @@
-"""Environments of the package `verifiers`, of both its generations.
-
-Up to 0.3 an environment is a module with `load_environment`, which returns a dataset, a rollout and
-a rubric. From 0.2 on it may also be a taskset, and 0.4 has only these: see `verifiers_tasksets`.
-"""
+"""Environments of the package `verifiers` up to 0.3: a dataset, a rollout and a rubric."""
 
 import asyncio
 import contextlib
 import importlib
 import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from kit.errors import ConfigError, NotInstalled
-from trainer.harness.environments.environment import Environment, Split
+from kit.errors import ConfigError
+from trainer.harness.environments.environment import Split
 from trainer.harness.llm import Llm
 from trainer.harness.types import Example, Outcome, WorkflowRun
 from trainer.harness.workflow_config import VerifiersConfig
 
 # `verifiers` reads the key of an endpoint from a variable that its config names.
 KEY_VARIABLE = "ART_CLUSTER_LLM_KEY"
-
-
-def load_verifiers(config: VerifiersConfig) -> Environment:
-    """Load the environment: a module with `load_environment`, or a taskset."""
-    try:
-        verifiers: Any = importlib.import_module("verifiers")
-    except ImportError as exc:
-        raise NotInstalled(
-            f"The workflow `verifiers` needs the package `verifiers`: {exc}",
-            hint="Install it beside the agent with `pip install 'art-cluster[verifiers]'`",
-        ) from exc
-    directory = str(Path.cwd())
-    if directory not in sys.path:
-        sys.path.insert(0, directory)  # `python -m` does this, but a console script does not
-    name = config.env.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_")
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as exc:
-        if exc.name != name:
-            raise ConfigError(
-                f"The environment `{config.env}` cannot be imported: {exc}",
-                hint=f"Install `{exc.name}`",
-            ) from exc
-        module = None  # a taskset that ships with `verifiers`
-    if not hasattr(module, "load_environment"):
-        from trainer.harness.environments.verifiers_tasksets import TasksetEnvironment
-
-        return TasksetEnvironment(config)
-    try:
-        load = verifiers.load_environment
-    except (AttributeError, ImportError):
-        raise ConfigError(
-            f"The environment `{config.env}` needs `verifiers` 0.3 or older, but "
-            f"`{verifiers.__version__}` is installed",
-            hint="Install it with `pip install 'verifiers<0.4'`",
-        ) from None
-    try:
-        return ClassicEnvironment(config, load(config.env, **config.args))
-    except Exception as exc:  # any error of the environment's own code
-        raise cannot_load(config, exc) from exc
 
 
 def cannot_load(config: VerifiersConfig, error: Exception) -> ConfigError:

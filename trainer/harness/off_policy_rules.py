@@ -1,0 +1,105 @@
+"""The rules of sampling ahead as pure functions: how far, when a step is due, and on what."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kit.errors import ConfigError
+from trainer.harness.components import ArtTrajectoryBuilderConfig, CustomConfig
+from trainer.harness.sampled_groups import SampledGroup
+
+if TYPE_CHECKING:
+    from trainer.harness.config import FinetuneConfig
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How many groups a step trains on, and how old and how many they may be."""
+
+    max_age: int
+    """`max_steps_off_policy`."""
+    groups: int
+    """Groups with a signal that a step waits for."""
+    oversample: float
+
+    def sampled(self, steps: int) -> int:
+        """Return how many groups may be sampled for `steps` steps."""
+        return math.ceil(round(self.oversample * self.groups * steps, 9))
+
+    def may_start(self, steps: int, *, live: int, idle: int) -> bool:
+        """Whether another group may start while `steps` steps can still use it.
+
+        `live` groups are under way or wait with a signal; `idle` ones turned out to have none.
+        """
+        return live < self.groups * steps and live + idle < self.sampled(steps)
+
+    def enough(self, *, ready: int, idle: int) -> bool:
+        """Whether a step can begin: its groups are there, or no more may be sampled for it."""
+        return ready >= self.groups or ready + idle >= self.sampled(1)
+
+    def is_due(self, sampled_by: int, step: int) -> bool:
+        """Whether what `sampled_by` sampled is too old for the step after the next."""
+        return step - sampled_by >= self.max_age
+
+    def take(
+        self, ready: Iterable[SampledGroup], idle: Sequence[SampledGroup], step: int
+    ) -> tuple[list[SampledGroup], list[SampledGroup]]:
+        """Return the groups for the next step, and the idle ones that were sampled for it.
+
+        The oldest groups come first, and all that would go stale are trained. Idle groups beyond
+        the limit count for the step after.
+        """
+        ranked = sorted(ready, key=lambda group: (group.oldest, group.number))
+        trained = [
+            group
+            for index, group in enumerate(ranked)
+            if index < self.groups or self.is_due(group.oldest, step)
+        ]
+        room = max(0, self.sampled(1) - len(trained))
+        return trained, sorted(idle, key=lambda group: group.number)[:room]
+
+
+def divide(
+    groups: Iterable[SampledGroup], teaches: Callable[[Sequence[float]], bool]
+) -> tuple[list[SampledGroup], list[SampledGroup]]:
+    """Return the groups whose rewards give a signal, and the idle ones."""
+    groups = list(groups)
+    taught = [teaches(group.rewards) for group in groups]
+    pairs = list(zip(groups, taught, strict=True))
+    return [group for group, yes in pairs if yes], [group for group, yes in pairs if not yes]
+
+
+def check_settings(config: "FinetuneConfig") -> None:
+    """Raise if settings of sampling ahead do not go with the others."""
+    finetuning = config.finetuning
+    given = finetuning.model_fields_set
+    if not finetuning.max_steps_off_policy:
+        for name in ("groups_per_step", "oversample"):
+            if name in given:
+                raise ConfigError(
+                    f"`finetuning.{name}` is not used with `max_steps_off_policy: 0`",
+                    hint="Set `finetuning.max_steps_off_policy: 1`, or remove the setting",
+                )
+        return
+    builder = config.trajectory_builders.get(finetuning.trajectory_builder or "")
+    kinds = (
+        ("trajectory_builder", builder),
+        ("trainer", config.trainers.get(finetuning.trainer or "")),
+    )
+    for name, component in kinds:
+        if isinstance(component, CustomConfig):
+            raise ConfigError(
+                f"`finetuning.max_steps_off_policy` does not go with a {name} of your own",
+                hint=f"Use the kit's own {name}, or set `max_steps_off_policy: 0`",
+            )
+    if (
+        isinstance(builder, ArtTrajectoryBuilderConfig)
+        and builder.examples_per_epoch is not None
+        and finetuning.groups_per_step is not None
+    ):
+        raise ConfigError(
+            "`finetuning.groups_per_step` and `examples_per_epoch` of the trajectory builder are "
+            "both set",
+            hint="With `max_steps_off_policy` an epoch is a step: remove one of them",
+        )

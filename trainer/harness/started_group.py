@@ -1,0 +1,74 @@
+"""`StartedGroup`: the runs of one example under way, some of which may be left out in the end."""
+
+import asyncio
+
+from trainer.harness.runner import OnDone, Runner, unique
+from trainer.harness.types import Example, Failure, WorkflowRun
+
+
+class StartedGroup:
+    """Starts the runs when it is created. `scored` waits for them."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        example: Example,
+        generations: int,
+        label: str,
+        on_done: OnDone,
+        *,
+        step: int,
+    ) -> None:
+        self.step = step
+        """The backend's step when the group started."""
+        self.runs = [WorkflowRun(example, generation) for generation in range(generations)]
+        self._runner = runner
+        self._over = asyncio.Event()
+        label = unique(label)
+        self._tasks = [
+            asyncio.create_task(runner.run_once(run, label, on_done)) for run in self.runs
+        ]
+        for task in self._tasks:
+            task.add_done_callback(self._one_ended)
+
+    @property
+    def ended(self) -> list[WorkflowRun]:
+        """The runs that have ended, in any way."""
+        pairs = zip(self.runs, self._tasks, strict=True)
+        return [run for run, task in pairs if task.done()]
+
+    @property
+    def running(self) -> int:
+        return 0 if self._over.is_set() else sum(not task.done() for task in self._tasks)
+
+    async def scored(self) -> list[WorkflowRun]:
+        """Wait until each run has ended or is left out, then score those that ended."""
+        await self._over.wait()
+        for task in self._tasks:
+            if task.done() and not task.cancelled() and (error := task.exception()):
+                raise error
+        await self._runner.score(self.runs)
+        return self.runs
+
+    def leave_out(self, failure: Failure, error: str) -> list[asyncio.Task[None]]:
+        """Stop the runs that have not ended, which are lost; `scored` does not wait for them.
+
+        Return their tasks: code that ignores that it is cancelled may take a few seconds more.
+        """
+        pairs = zip(self.runs, self._tasks, strict=True)
+        stopped = {task: run for run, task in pairs if not task.done()}
+        for task, run in stopped.items():
+            run.fail(failure, error)
+            task.cancel()
+        self._over.set()
+        return list(stopped)
+
+    async def cancel(self) -> None:
+        """Stop every run and wait until its code has ended."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _one_ended(self, _: object) -> None:
+        if all(task.done() for task in self._tasks):
+            self._over.set()
