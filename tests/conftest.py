@@ -4,8 +4,12 @@ Two pytest workers share the machine (`scripts/test`). Each takes whole groups o
 default, so that its fixtures are built once, or the files that compete for one thing.
 """
 
+import functools
 import os
+import random
 import signal
+import ssl
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +25,41 @@ _CREDENTIALS = (
 )  # fmt: skip
 # In the background of a shell it is ignored, and so would be a tunnel that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# httpx reads every certificate of the world for each client, also for one call on loopback.
+ssl.create_default_context = functools.cache(ssl.create_default_context)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--rounds", type=int, default=1, help="multiply the cases of tests that make them up"
+    )
+    parser.addoption(
+        "--seed", type=int, default=1, help="make up other cases; a run with the same seed repeats"
+    )
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-timeout, which reads its option then
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.rounds > 1 and config.option.timeout is None:
+        config.option.timeout = config.option.rounds * float(config.getini("timeout"))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed of the cases that tests make up: --seed {config.option.seed}"
+
+
+@pytest.fixture(scope="session")
+def rounds(request: pytest.FixtureRequest) -> int:
+    """How many times the usual number of cases a test that makes up its cases runs."""
+    return int(request.config.getoption("--rounds"))
+
+
+@pytest.fixture
+def chance(request: pytest.FixtureRequest) -> random.Random:
+    """The random numbers of one test: the same ones again with the `--seed` of the run."""
+    seed = request.config.getoption("--seed")
+    request.node.add_report_section("call", "seed", f"make up the same cases: --seed {seed}")
+    return random.Random(f"{seed} {request.node.nodeid}")
 
 
 # Groups that take minutes start first, so that neither worker is left with a long one at the end.
@@ -40,8 +79,9 @@ def _group(nodeid: str) -> str:
     for name, files in _LONG_GROUPS.items():
         if file in files:
             return name
+    compares = file.startswith("contract/engines/")  # with vLLM: every other engine is held to it
     is_vllm = file.startswith("contract/") and "vllm" in nodeid.partition("[")[2]
-    return _VLLM if is_vllm else file
+    return _VLLM if compares or is_vllm else file
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -106,3 +146,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         report.outcome = "failed"
         report.longrepr = f"skipped in CI: {report.longrepr}"
     return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """In CI, print a failure at once: a run that is stopped never reaches its summary."""
+    if os.environ.get("CI") and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        captured = "".join(f"\n--- {name}\n{text[-2000:]}" for name, text in report.sections)
+        told = f"{report.nodeid} ({report.when})\n{report.longreprtext[-4000:]}{captured}"
+        sys.stdout.write(f"\n{told}\n")
+        sys.stdout.flush()

@@ -89,7 +89,7 @@ def node_modules_of(name: str, python: Path) -> tuple[Path, Path]:
     return node, directory
 
 
-def run_client(python: Path, script: str, *arguments: str, cwd: Path, timeout: float = 300) -> Any:
+def run_client(python: Path, script: str, *arguments: str, cwd: Path, timeout: float = 800) -> Any:
     """Run a client script; what it prints last is its result, as JSON."""
     done = subprocess.run(
         [str(python), str(CLIENTS / script), *arguments],

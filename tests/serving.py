@@ -35,12 +35,13 @@ class Serving:
     def __init__(
         self,
         directory: Path,
-        base_model: str,
+        base_model: str | None,
         *arguments: str,
         program: tuple[str, ...] = ("trainer", "serve"),
         host: str = "127.0.0.1",
         port: int | None = None,
         openai_port: int | None = None,
+        prefix: tuple[str, ...] = (),
         **environment: str,
     ) -> None:
         self.state = directory / ".art"
@@ -50,8 +51,11 @@ class Serving:
         self.control, self.openai = (f"http://{host}:{port}" for port in ports)
         self._directory = directory
         self._environment = environment
+        key = environment.get("ART_API_KEY")
+        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._command = [
-            *(sys.executable, "-m", *program, "--base-model", base_model, "--host", host),
+            *(*prefix, sys.executable, "-m", *program, "--host", host),
+            *(("--base-model", base_model) if base_model else ()),
             *("--port", str(ports[0]), "--openai-port", str(ports[1])),
             *("--state-dir", str(self.state), *arguments),
         ]
@@ -76,16 +80,19 @@ class Serving:
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
-                if httpx.get(f"{self.openai}/v1/models", timeout=60).json()["data"]:
+                models = httpx.get(f"{self.openai}/v1/models", headers=self.headers, timeout=60)
+                if models.json()["data"]:
                     return
             except httpx.TransportError:
                 pass
             time.sleep(0.1)
+        self.process.kill()  # nobody else would: a test that fails here never reaches `__exit__`
+        self.process.wait()
         raise RuntimeError(f"the server did not come up: {self.log.read_text()}")
 
     def post(self, path: str, body: Any) -> Any:
         """Call the control API; an error's sentence is the exception's."""
-        response = httpx.post(self.control + path, json=body, timeout=120)
+        response = httpx.post(self.control + path, json=body, headers=self.headers, timeout=120)
         if response.is_error:
             raise AssertionError(f"{path}: {response.status_code} {response.text}")
         return response.json()

@@ -24,7 +24,7 @@ def train(server: Serving, name: str, trajectories: list[Any]) -> tuple[list[lis
         assert time.monotonic() < deadline, server.log.read_text()[-2000:]
         time.sleep(0.1)
     directory = server.state / "contract" / "models" / name
-    request = json.loads((directory / "journal.json").read_text())
+    request = json.loads((directory / f"journal.{step:04}.json").read_text())
     tokenizer = Tokenizer(resolve(request["base_model"]))
     trained = [
         sequence.ids

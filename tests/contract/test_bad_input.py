@@ -2,6 +2,7 @@
 
 import json
 import math
+import random
 import socket
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import httpx
 import pydantic
 import pytest
 
+from tests.contract.hostile import BODIES, PLAIN, VALUES, leaves, replaced
 from tests.serving import Serving
 from trainer.config import ServerConfig
 from trainer.server.app import create_app
@@ -49,6 +51,14 @@ ARGS = {"server_args": "x"}
 BASE_MODEL = {"model": BASE}
 PARTS = {"role": "user", "content": [1]}
 CALLS = {"role": "assistant", "content": "", "tool_calls": ["x"]}
+SELF: dict[str, Any] = {"chat_template_kwargs": {"self": 1}}
+DEEP_CALL = {
+    **{"role": "assistant", "content": ""},
+    "tool_calls": [{"function": {"name": "f", "arguments": "[" * 2000}}],
+}
+REQUIRED = {"tool_choice": "required"}
+NO_TARGETS = {"_internal_config": {"peft_args": {"target_modules": []}}}
+SFT: dict[str, Any] = {"model": MODEL, "trajectories": []}
 VARIABLES: dict[str, Any] = {"chat_template_kwargs": {"tools": []}}
 
 
@@ -73,9 +83,9 @@ VARIABLES: dict[str, Any] = {"chat_template_kwargs": {"tools": []}}
         ("/_train_model", {**TRAIN, "trajectory_groups": [group(1, "a")]}, 400, "reward"),
         ("/_train_model", {**TRAIN, "trajectory_groups": [group(1, None)]}, 400, "reward"),
         ("/_train_model", {**TRAIN, "trajectory_groups": [group(*HUGE)]}, 400, "`1.7e+308`"),
-        ("/_train_model", {**TRAIN, "trajectory_groups": [group(10**400)]}, 400, "1329 bits"),
+        ("/_train_model", {**TRAIN, "trajectory_groups": [group(10**400)]}, 422, "401 digits"),
         ("/_train_model", NAN, 400, "the reward `nan`"),
-        ("/_log", {**TRAIN, "trajectory_groups": [group(10**400)]}, 400, "1329 bits"),
+        ("/_log", {**TRAIN, "trajectory_groups": [group(10**300)]}, 400, "997 bits"),
         ("/_train_model", {**TRAIN, "config": {"learning_rate": "x"}}, 400, "learning_rate"),
         ("/_train_model", {**TRAIN, "dev_config": {"colour": "blue"}}, 400, "colour"),
         ("/_train_model", {**TRAIN, "trajectory_groups": [HUGE_TOKENS]}, 400, "99999999999"),
@@ -134,7 +144,9 @@ def test_a_missing_object_is_a_404(prepared: Serving, path: str) -> None:
 def test_a_body_with_too_large_a_content_length_is_refused(prepared: Serving) -> None:
     url = httpx.URL(prepared.control)
     with socket.create_connection((url.host, url.port), timeout=10) as client:
-        client.sendall(b"POST /register HTTP/1.1\r\nHost: x\r\nContent-Length: 9999999999\r\n\r\n")
+        client.sendall(
+            b"POST /register HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999999999\r\n\r\n"
+        )
         assert client.recv(64).startswith(b"HTTP/1.1 413")
 
 
@@ -148,6 +160,61 @@ def test_max_seq_length_limits_sampling(server: Serving) -> None:
     long = {"model": "short", "messages": [{"role": "user", "content": "x" * 64}]}
     refused = httpx.post(url, json=long, timeout=60)
     assert refused.status_code == 400 and "`max_seq_length`" in refused.json()["detail"]
+
+
+@pytest.mark.parametrize("route", BODIES)
+def test_no_hostile_value_anywhere_in_a_body_is_a_server_error(
+    server: Serving, route: str, rounds: int
+) -> None:
+    """Each case replaces one place of a valid body; `--rounds 100` runs all of them."""
+    server.post("/register", PLAIN)
+    server.post("/_prepare_backend_for_training", {"model": PLAIN})
+    cases = [(place, value) for place in leaves(BODIES[route]) for value in VALUES]
+    chosen = random.Random(route).sample(cases, min(len(cases), 24 * rounds))
+    headers = {"Content-Type": "application/json"}
+    with httpx.Client(base_url=server.control, headers=headers, timeout=120) as client:
+        for place, value in chosen:
+            answer = client.post(route, content=replaced(BODIES[route], place, value))
+            assert answer.status_code < 500, (place, value[:60], answer.text)
+            if answer.status_code >= 400:
+                assert answer.json()["error"]["message"], (place, value[:60])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/v1/chat/completions", {**CHAT, "model": "bad-input@" + "9" * 5000}, 404, "bad-input"),
+        ("/v1/chat/completions", {**CHAT, "model": "bad-input@²"}, 404, "bad-input@²"),
+        ("/v1/chat/completions", {**CHAT, "model": BASE, **SELF}, 400, "`self`"),
+        ("/v1/chat/completions", {**CHAT, "model": BASE, "messages": [DEEP_CALL]}, 200, ""),
+        ("/v1/responses", {"model": BASE, "input": "x", **REQUIRED}, 400, "there is no tool"),
+        ("/register", {**MODEL, "name": "no-targets", **NO_TARGETS}, 400, "targets"),
+        ("/register", {**MODEL, "name": "no-base", "base_model": ""}, 409, "holds"),
+        ("/_train_sft", {**SFT, "trajectories": [{"tools": 1.5}]}, 422, "`tools`"),
+        ("/_train_model", {**TRAIN, "config": {"learning_rate": 1e308}}, 400, "learning_rate"),
+        ("/_train_sft", {**SFT, "config": {"learning_rate": 1e308}}, 400, "learning_rate"),
+        ("/_train_sft", {**SFT, "trajectories": HUGE_TOKENS["trajectories"]}, 400, "99999999999"),
+    ],
+)
+def test_values_that_once_were_server_errors(
+    prepared: Serving, path: str, body: Any, status: int, message: str
+) -> None:
+    answer = httpx.post(prepared.control + path, json=body, timeout=120)
+    assert answer.status_code == status and message in answer.text, answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [("/_train_model", "trajectory_groups"), ("/_train_sft", "trajectories")]
+)
+def test_a_request_with_nothing_to_train_on_makes_no_step(
+    server: Serving, path: str, field: str
+) -> None:
+    model = {**MODEL, "name": "nothing"}
+    server.post("/register", model)
+    server.post("/_prepare_backend_for_training", {"model": model})
+    answer = httpx.post(server.control + path, json={"model": model, field: []}, timeout=120)
+    assert answer.status_code == 400 and "holds no trajectories" in answer.text
+    assert server.post("/_get_step", model) == 0
 
 
 async def test_require_key_applies_to_loopback_too(tmp_path: Path) -> None:

@@ -5,9 +5,11 @@ Each trains at least two steps and sees the weights change.
 
 import itertools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.environments import python_of, run_client
@@ -68,6 +70,33 @@ def history(serving: Serving, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def check_page(serving: Serving, name: str, sampled: list[list[list[int]]]) -> None:
+    """The page has every step of a run: its group, attempts, and the tokens that were sampled."""
+    run = f"{serving.control}/api/runs/contract/{name}"
+
+    def get(path: str) -> Any:
+        for _ in range(300):  # a step is recorded in a thread, after it is served
+            answer = httpx.get(f"{run}/{path}", timeout=60)
+            if answer.status_code == 200:
+                return answer.json()
+            time.sleep(0.1)
+        raise AssertionError(answer.text)
+
+    for step, of_step in enumerate(sampled, 1):
+        (group,) = get(f"steps/{step}")["groups"]
+        assert group["trainable"] and group["n"] == len(of_step)
+        shown = []
+        for attempt in get(f"steps/{step}/groups/{group['id']}")["attempts"]:
+            assert attempt["conversations"][0]["messages"][-1]["trained"]
+            tokens = get(f"attempts/{step}/{attempt['id']}/tokens")
+            chosen = [at for at, mask in enumerate(tokens["mask"]) if mask]
+            shown.append([tokens["id"][at] for at in chosen])
+            assert {tokens["advantage"][at] for at in chosen} == {attempt["advantage"]} != {None}
+            assert {tokens["policy_step"][at] for at in chosen} == {step - 1}
+            assert None not in [tokens[key][at] for key in ("logprob", "learner") for at in chosen]
+        assert sorted(shown) == sorted(of_step)
+
+
 def test_the_backend_of_openpipe_art_0_5_0_trains_logs_deletes_and_forks(
     serving: Serving, tmp_path: Path
 ) -> None:
@@ -91,6 +120,7 @@ def test_the_backend_of_openpipe_art_0_5_0_trains_logs_deletes_and_forks(
     ]
     group = json.loads((stored / "0001.jsonl").read_text())
     assert sorted(trajectory["reward"] for trajectory in group["trajectories"]) == [0, 0, 1, 1]
+    check_page(serving, "generation-1", told["sampled"])
 
 
 def test_the_unmodified_serverless_backend_of_0_5_18_trains(
@@ -103,6 +133,7 @@ def test_the_unmodified_serverless_backend_of_0_5_18_trains(
     assert told["metrics"]["data/retokenized"] == 0
     assert steps_on_disk(serving, "serverless") == ["0003"]
     assert "learning_rate" in told["refused"]
+    check_page(serving, "serverless", told["sampled"])
 
 
 def test_our_backend_trains_openpipe_art_0_5_18_without_torch(
@@ -132,6 +163,7 @@ def test_plain_openai_and_json_train_too(
     assert told["steps"] == [0, 1, 2]
     assert len(told["fingerprints"]) == 3 and all_differ(told["fingerprints"])
     assert {"openai", "openai@0", "openai@1", "openai@2"} <= set(told["names"])
+    check_page(serving, "openai", told["sampled"])
 
 
 def test_the_unmodified_serverless_backend_of_0_5_23_trains_and_names_its_policy(
@@ -201,6 +233,10 @@ def test_the_pipeline_trainer_of_0_5_23_trains_and_evaluates_on_both_backends(
         found = told[backend]
         assert found["step"] == 3 and all_differ(found["fingerprints"])
         assert found["completed"] == [0, 1, 2, 3]
+        assert found["answered_during_steps"] > 0
+        history = serving.state / "contract" / "models" / f"pipeline-{backend}" / "history.jsonl"
+        rows = [json.loads(line) for line in history.read_text().splitlines()]
+        assert sum(row.get("time/overlap_s", 0) for row in rows) > 0
         for step, name in found["evaluated"].items():
             assert name.startswith(prefix) and name.endswith(step)
     assert rank(serving, "pipeline-backend") == 2

@@ -102,7 +102,7 @@ def train(server: Serving, rollouts: Rollouts) -> tuple[list[list[int]], dict[st
         assert time.monotonic() < deadline, server.log.read_text()[-2000:]
         time.sleep(0.1)
     directory = server.state / "contract" / "models" / "exact"
-    request = json.loads((directory / "journal.json").read_text())
+    request = json.loads((directory / f"journal.{step:04}.json").read_text())
     tokenizer = Tokenizer(Path(request["base_model"]))
     trained = [
         sequence.ids
@@ -261,7 +261,7 @@ def test_a_constrained_choice_trains_with_the_logprobs_that_the_learner_computes
     checkpoints = server.state / "contract" / "models" / "constrained" / "checkpoints"
     for entry in entries:
         tokens = {"prompt_ids": entry.prompt_ids, "completion_ids": entry.completion_ids}
-        assert learner.score(checkpoints, LoraConfig(), **tokens) == pytest.approx(
+        assert learner.score(checkpoints, 0, LoraConfig(), **tokens) == pytest.approx(
             entry.logprobs, abs=1e-3
         )
     # After `a p` only two letters are allowed: the constraint would give one of them half.

@@ -93,7 +93,7 @@ def test_agents_of_six_frameworks_train_on_the_ids_that_were_sampled(matrix: Mat
         assert time.monotonic() < deadline, server.log.read_text()[-2000:]
         time.sleep(0.1)
     directory = server.state / "contract" / "models" / "matrix"
-    request = json.loads((directory / "journal.json").read_text())
+    request = json.loads((directory / "journal.0001.json").read_text())
     tokenizer = Tokenizer(matrix.tokenizer)
     trained = [
         [

@@ -13,8 +13,10 @@ import pytest
 
 from tests.environments import ROOT, client_environment, python_of
 from tests.serving import free_port, vllm_python
+from trainer.page import groups
+from trainer.page import reader as page_reader
 
-RUNS = (("0.5.17", "embedded"), ("0.5.18", "embedded"), ("0.5.18", "vllm"))
+RUNS = (("0.5.17", "embedded"), ("0.5.18", "vllm"))
 
 
 class Run:
@@ -90,6 +92,10 @@ def test_nat_finetunes_with_openpipe_art(
         assert line["data/retokenized"] == 0
         # Set in the YAML. NAT sends it only in the model's internal config.
         assert line["loss/learning_rate"] == 1e-3
+    page = page_reader.Run("my_project", "my_training_run", history.parent)
+    found = groups.step(page, 1)["groups"]  # recorded before the second step was sampled
+    assert sum(group["n"] for group in found) == 12
+    assert groups.tokens(page, 1, 1)["total"] > 0
 
 
 def test_the_script_fails_if_nat_exits_0_without_training(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from trainer.base_model.smollm2 import NAME as SMOLLM2
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.config import LoraConfig
 from trainer.engines.decoder import Decoder
-from trainer.export import export
+from trainer.export import Form, export
 from trainer.learner.state import State
 from trainer.policy.lora import lora_parameters
 from trainer.policy.model import Policy, load_model
@@ -86,7 +86,7 @@ def with_lora(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
         (at / "base").write_text(str(base))
         if not (base / "tokenizer.json").exists():
             (base / "tokenizer.json").write_text("{}")
-        export(saved, at / "merged", dtype="float32")
+        export(saved, at / "merged", form=Form(dtype="float32"))
     run_reference("adapters", directory)
     return directory
 

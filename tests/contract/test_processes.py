@@ -143,10 +143,17 @@ if os.environ.get("RANK") == "1":
     from trainer.errors import OutOfMemory
     from trainer.learner.learner import Learner
 
-    def train(*_):
+    def train(*_, **__):
         raise OutOfMemory("The step does not fit the GPU")
 
+    def exit_late(code):  # after the other process has seen the lost connection, and exited
+        import time, torch.distributed
+        torch.distributed.destroy_process_group()
+        time.sleep(3)
+        leave(code)
+
     Learner.train = train
+    leave, os._exit = os._exit, exit_late
 """
 
 

@@ -122,7 +122,8 @@ def test_a_cluster_comes_up_works_and_goes_away(
     assert provider.sync(NAME, tmp_path / "work", select(tmp_path / "work")).files == ()
 
     with provider.writer(NAME, f"{CLUSTER_STATE_DIR}/note") as write:
-        write("one\ntwo\n")
+        for text in ("", "one\n", "one\ntwo\n"):
+            write(text)
     with provider.writer(NAME, f"{CLUSTER_STATE_DIR}/note"):
         pass  # a writer that is not called changes nothing
     out = io.StringIO()
@@ -250,7 +251,7 @@ def test_local_reports_why_the_server_never_became_healthy(
     cluster = Cluster("art", provider=provider, settings=ports)
     with pytest.raises(ProviderError, match=sentence) as error:
         cluster.up(Task.load(task.path, ports), interval=0.2, log=shown)
-    assert error.value.hint and "launcher logs 1 -c art" in error.value.hint
+    assert error.value.hint and "launcher logs 1 --local -c art" in error.value.hint
     provider.down("art")
 
 

@@ -51,7 +51,7 @@ def test_one_request_makes_the_cluster_and_runs_setup_and_server(
     assert launch(sky, tmp_path) == Run("1", "task", RunStatus.PENDING)
     (launched,) = sky.launched
     config = launched.config
-    assert "echo set up" in config["run"] and config["run"].endswith("echo serve")
+    assert "echo set up" in config["run"] and "bash -c 'echo serve'" in config["run"]
     assert "setup" not in config and config["resources"]["autostop"]["down"]
     assert sky.executed == []
 
@@ -77,7 +77,7 @@ def test_two_requests_make_the_cluster_and_then_start_the_server(
     (launched,), (executed,) = sky.launched, sky.executed
     assert "run" not in launched.config and "setup" not in launched.config
     assert launched.config["resources"]["autostop"]["down"]
-    assert "echo set up" in executed["run"] and executed["run"].endswith("echo serve")
+    assert "echo set up" in executed["run"] and "bash -c 'echo serve'" in executed["run"]
     assert executed["resources"] == {"accelerators": {"H100": 1}, "cpus": 3}
 
 
@@ -147,13 +147,15 @@ def test_a_setup_whose_launcher_was_killed_is_waited_for_and_the_server_follows(
     assert run == Run("5", "task", RunStatus.PENDING)
     assert (sky.launched, sky.tailed) == ([], [(3, True, 0)])
     (executed,) = sky.executed
-    assert "echo set up" not in executed["run"] and executed["run"].endswith("echo serve")
+    assert "echo set up" not in executed["run"] and "bash -c 'echo serve'" in executed["run"]
 
 
 def test_no_server_starts_after_a_setup_that_failed(sky: FakeSky, tmp_path: Path) -> None:
     sky.make_cluster("art")
-    sky.queues["art"] = FakeQueue({1: FakeJob(SETUP, FakeStatus.RUNNING, exit_code=100)})
-    with pytest.raises(ProviderError, match="The setup of cluster `art` failed"):
+    sky.queues["art"] = FakeQueue(
+        {1: FakeJob(SETUP, FakeStatus.RUNNING, "(task, pid=7) error: no disk\n", exit_code=100)}
+    )
+    with pytest.raises(ProviderError, match="The setup of cluster `art` failed:\n  error: no disk"):
         launch(sky, tmp_path, "{}", "--num-nodes", "2")
     assert sky.executed == []
 

@@ -182,3 +182,22 @@ def test_the_fake_takes_only_what_the_real_skypilot_takes(sky: FakeSky) -> None:
     assert (modes.NONE.value, modes.AUTO.value) == ("NONE", "AUTO")
     assert issubclass(real.exceptions.ClusterNotUpError, Exception)
     door.installed("utils.cluster_utils").SSHConfigHelper.remove_cluster("art")
+
+
+def test_an_api_server_that_ends_while_it_starts_is_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sky.server import common
+
+    starts = []
+
+    def start(*_: object) -> None:
+        starts.append(1)
+        if len(starts) == 1:
+            raise RuntimeError("SkyPilot API server process exited unexpectedly.")
+
+    monkeypatch.setattr(common, "check_server_healthy_or_start_fn", start)
+    monkeypatch.setattr(door, "_wake_api_server", door._wake_api_server.__wrapped__)
+    assert door.sky().__name__ == "sky" and starts == [1]
+    common.check_server_healthy_or_start(lambda: None)()  # as every function of the SDK
+    assert starts == [1, 1]

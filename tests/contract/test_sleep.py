@@ -1,5 +1,7 @@
 """vLLM frees the GPU it shares with the learner, and comes back at its next use."""
 
+import asyncio
+import logging
 import os
 import signal
 import sys
@@ -158,3 +160,19 @@ async def test_a_vllm_that_cannot_sleep_or_wake_is_restarted(
         assert len(processes) == 2
     finally:
         await engine.stop()
+
+
+async def test_after_a_crash_a_request_and_a_restart_start_vllm_once(
+    vllm: Shared, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A machine that lost its engine restarts it while requests that wait do so too."""
+    engine = await vllm.start()
+    process = engine._process._process
+    assert process
+    os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+    caplog.set_level(logging.INFO, "trainer.engines.vllm_process")
+    caplog.clear()
+    await asyncio.gather(engine.start(), sample(engine), engine.start(), sample(engine))
+    assert caplog.text.count("vLLM is starting") == 1
+    assert engine.running

@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+
+from tests.e2e.page_view import WAIT_MS
 
 REPOSITORY = Path(__file__).parents[2]
 LAB = Path("/tmp/art-slurm-lab")
@@ -227,3 +230,36 @@ def write_env(clone: Path, ports: tuple[int, int]) -> None:
     (clone / ".env").write_text(text)
     (clone / ".env").chmod(0o600)
     shutil.chown(clone / ".env", clone.owner())
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """Debian's Chromium; a machine that has none yet gets it."""
+    if shutil.which("chromium") is None:
+        quietly = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        for command in ("update", "install -y --no-install-recommends chromium"):
+            subprocess.run(["apt-get", "-qq", *command.split()], check=True, env=quietly)
+    return str(shutil.which("chromium"))
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: str) -> Iterator[Browser]:
+    expect.set_options(timeout=WAIT_MS)
+    with sync_playwright() as playwright:
+        # The tests run as root in a container, where Chromium's own sandbox does not start.
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    """A page that fails the test if anything on it does."""
+    faults: list[str] = []
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.set_default_timeout(WAIT_MS)
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda said: faults.append(said.text) if said.type == "error" else None)
+    yield page
+    page.close()
+    assert not [it for it in faults if "404" not in it and "ERR_" not in it], faults

@@ -1,4 +1,4 @@
-"""The learner learns: toy rewards rise on a random model and on a pretrained one.
+"""The learner learns: a toy reward rises on a random model. `test_local` trains a pretrained one.
 
 Sampling is as simple as possible and needs no engine process, so that only the learner is tested.
 """
@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from trainer.base_model.resolve import resolve
-from trainer.base_model.smollm2 import NAME as SMOLLM2
-from trainer.config import GrpoConfig, LoraConfig
+from trainer.config import LoraConfig
 from trainer.engines.decoder import Decoder
 from trainer.exact_tokens import ExactTokens
 from trainer.learner.learner import Learner
 from trainer.policy.device import default_dtype
 from trainer.policy.model import lora_state
+from trainer.step_config import GrpoConfig
 
 logger = logging.getLogger(__name__)
 GROUP = 8
@@ -110,21 +110,6 @@ def test_a_random_model_learns_to_write_small_letters(tmp_path: Path) -> None:
     start, end = sum(means[:3]) / 3, sum(means[-3:]) / 3
     assert start < 0.25
     assert end > 0.45
-
-
-def test_a_pretrained_model_learns_to_say_the(tmp_path: Path) -> None:
-    means = learn(
-        learner(SMOLLM2),
-        tmp_path,
-        ["Tell me about Rome.", "Describe a garden."],
-        lambda text: min(text.lower().split().count("the") / 4, 1.0),
-        steps=8,
-        learning_rate=1e-3,
-    )
-    logger.info("SmolLM2: %s", " ".join(f"{mean:.2f}" for mean in means))
-    start, end = sum(means[:2]) / 2, sum(means[-2:]) / 2
-    assert start < 0.4
-    assert end > start + 0.2
 
 
 @pytest.fixture(autouse=True)

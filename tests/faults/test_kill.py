@@ -2,91 +2,15 @@
 
 import time
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from kit.manifest import read_manifest, sha256
+from kit.manifest import sha256
+from tests.faults.patient import BASE, POINTS, ask_for_step, hashes, prepare, sample, train
 from tests.serving import Serving
 
-BASE = "tiny-random"
-MODEL = {"name": "run", "project": "faults", "base_model": BASE}
-POINTS = [
-    "server-journaled",
-    "learner-begins",
-    "learner-stepped",
-    "server-row",
-    "checkpoint-written",
-    "checkpoint-renamed",
-    "server-trained",
-    "engine-loaded",
-    "server-advanced",
-    "server-streamed",
-    "engine-sampling",
-]
 KILLS_THE_SERVER = {point for point in POINTS if point.startswith("server-")}
-
-
-def groups(step: int) -> list[dict[str, Any]]:
-    """Trajectories of exact tokens, other ones for every step."""
-
-    def trajectory(number: int) -> dict[str, Any]:
-        tokens = [(7 * step + 11 * number + place) % 200 + 20 for place in range(6)]
-        content = [{"token": f"token_id:{token}", "logprob": -5.0} for token in tokens]
-        choice = {
-            "finish_reason": "stop",
-            "index": 0,
-            "message": {"role": "assistant", "content": "?"},
-            "logprobs": {"content": content},
-        }
-        user = {"role": "user", "content": f"scenario {step}"}
-        return {"messages_and_choices": [user, choice], "reward": float(number)}
-
-    return [{"trajectories": [trajectory(number) for number in range(3)]}]
-
-
-def ask_for_step(serving: Serving, step: int) -> list[str]:
-    serving.post("/register", MODEL)
-    serving.post("/_prepare_backend_for_training", {"model": MODEL})
-    body = {
-        "model": MODEL,
-        "trajectory_groups": groups(step),
-        "config": {"learning_rate": 1e-3},
-    }
-    answer = httpx.post(f"{serving.control}/_train_model", json=body, timeout=120)
-    return answer.raise_for_status().text.splitlines()
-
-
-def train(serving: Serving, step: int) -> list[str]:
-    """One step as a patient client takes it: when the server dies, register and ask again."""
-    for _ in range(3):
-        try:
-            rows = ask_for_step(serving, step)
-            assert serving.post("/_get_step", MODEL) == step
-            return rows
-        except httpx.TransportError:
-            serving.process.wait(120)
-            serving.start()
-    raise AssertionError(f"step {step} was not trained")
-
-
-def hashes(serving: Serving) -> dict[str, Any]:
-    checkpoints = serving.state / "faults" / "models" / "run" / "checkpoints"
-    found = {}
-    for path in sorted(checkpoints.iterdir()):
-        manifest = read_manifest(path)
-        assert manifest is not None, path
-        found[path.name] = {name: entry["sha256"] for name, entry in manifest["files"].items()}
-    return found
-
-
-def sample(serving: Serving) -> int:
-    ask: dict[str, Any] = {"model": "run", "messages": [{"role": "user", "content": "x"}]}
-    ask |= {"n": 16, "max_tokens": 4}  # a random model may stop at once, but not sixteen times
-    answer = httpx.post(f"{serving.openai}/v1/chat/completions", json=ask, timeout=300)
-    answer.raise_for_status()
-    return int(answer.json()["policy_step"])
 
 
 def test_a_step_that_a_power_cut_takes_after_its_answer_is_made_again(tmp_path: Path) -> None:
@@ -100,13 +24,12 @@ def test_a_step_that_a_power_cut_takes_after_its_answer_is_made_again(tmp_path: 
             ask_for_step(serving, 2)
         expected = hashes(serving)
         # As the disk is found after a cut: the answer was delivered, the checkpoint never synced.
-        (run / "journal.json").rename(run / "journal.delivered.json")
+        (run / "journal.0002.json").rename(run / "journal.0002.delivered.json")
         weights = run / "checkpoints" / "0002" / "adapter_model.safetensors"
         weights.write_bytes(b"")
         serving.process.wait(120)
         serving.start()
-        serving.post("/_prepare_backend_for_training", {"model": MODEL})
-        assert serving.post("/_get_step", MODEL) == 2
+        assert prepare(serving) == 2
         assert hashes(serving) == expected
         assert sha256(weights) == expected["0002"][weights.name]
         assert sample(serving) == 2
@@ -133,17 +56,20 @@ def test_a_server_that_is_killed_between_steps_serves_the_same_again(tmp_path: P
         assert served() == []
 
 
+@pytest.mark.timeout(1800)
 def test_a_run_with_a_kill_in_every_step_ends_with_the_checkpoints_of_a_calm_one(
-    tmp_path: Path,
+    tmp_path: Path, rounds: int
 ) -> None:
-    steps = range(1, len(POINTS) + 1)
+    # Random faults (`test_crashes`) meet the other points too; `--rounds 2` kills at every one.
+    points = POINTS if rounds > 1 else POINTS[::2]
+    steps = range(1, len(points) + 1)
     with Serving(tmp_path / "calm", BASE) as calm:
         calm_rows = [train(calm, step) for step in steps]
         expected = hashes(calm)
     faults = tmp_path / "faults"
     faults.mkdir()
     with Serving(tmp_path / "stormy", BASE, ART_FAULTS=str(faults)) as stormy:
-        for step, point in zip(steps, POINTS, strict=True):
+        for step, point in zip(steps, points, strict=True):
             before = stormy.process.pid
             if point != "engine-sampling":
                 (faults / point).touch()
@@ -155,4 +81,4 @@ def test_a_run_with_a_kill_in_every_step_ends_with_the_checkpoints_of_a_calm_one
             assert (stormy.process.pid != before) == (point in KILLS_THE_SERVER), point
             assert rows == calm_rows[step - 1], point
         assert hashes(stormy) == expected
-    assert len(expected) == len(POINTS) + 1
+    assert len(expected) == len(points) + 1

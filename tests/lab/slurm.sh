@@ -86,6 +86,8 @@ runtime() {
   mkdir -p "$cache" "$LAB"/uv-cache{,.new,.work}
   mount -t overlay overlay "$LAB/uv-cache" \
     -o "lowerdir=$cache,upperdir=$LAB/uv-cache.new,workdir=$LAB/uv-cache.work"
+  # Both users install the kit's wheel from a file; whoever is first must not own the folder for it.
+  for kind in "$LAB"/uv-cache/wheels-v*; do mkdir -p "$kind/url"; done
   find "$LAB/uv-cache" -maxdepth 2 -not -path '*/archive-v0/*' -exec chmod a+rwX {} +
   find "$LAB/uv-cache" -path '*/archive-v0/*' -prune -o -type d -exec chmod a+rwx {} +
 }

@@ -143,8 +143,10 @@ def test_supervised_training_takes_the_chats_of_any_model(ledger: Ledger) -> Non
     [
         ({"exchanges": {"videos": [{}]}}, "`videos`, which is not supported"),
         ({"exchanges": [1]}, "not an object"),
-        ({"exchanges": {"responses": [1]}}, "invalid `responses` exchange"),
-        ({"exchanges": {"chat_completions": [{"request": {}}]}}, "invalid `chat_completions`"),
+        ({"exchanges": {"responses": [1]}}, "invalid exchange"),
+        ({"exchanges": {"chat_completions": [{"request": {}}]}}, "invalid exchange"),
+        ({"exchanges": {"chat_completions": True}}, "invalid exchange"),
+        ({"exchanges": {"chat_completions": [chat([7], choice("a", "b"))]}}, "invalid exchange"),
         ({"exchanges": {"messages": [{}]}, "messages_and_choices": [QUESTION]}, "has both"),
     ],
 )

@@ -116,3 +116,14 @@ def test_a_run_can_be_forked_from_any_checkpoint(tmp_path: Path) -> None:
     damage(tmp_path / "old", 3)
     with pytest.raises(CheckpointError):
         checkpoint.fork(source, tmp_path / "other")
+
+
+def test_a_checkpoint_that_is_a_link_is_deleted_and_not_what_it_points_to(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (tmp_path / "checkpoints" / "0001").mkdir(parents=True)
+    elsewhere.mkdir()
+    (elsewhere / "weights").write_text("kept")
+    (tmp_path / "checkpoints" / "0002").symlink_to(elsewhere, target_is_directory=True)
+    assert checkpoint.delete(tmp_path / "checkpoints", keep=[1]) == [2]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["0001"]
+    assert (elsewhere / "weights").read_text() == "kept"

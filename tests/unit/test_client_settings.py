@@ -9,7 +9,7 @@ import pytest
 from trainer.config import LoraConfig, ServerConfig
 from trainer.errors import BadRequest, NotFound, Unsupported
 from trainer.server.client_settings import check_internal_config, inference_key, lora_config
-from trainer.server.models import Model
+from trainer.server.model import Model
 from trainer.server.step_settings import grpo_config, max_seq_length
 from trainer.server.wire import ModelWire, TrainRequest
 
@@ -90,6 +90,28 @@ def test_the_reference_may_lag_behind_the_policy_and_starts_at_the_base_model() 
         step(dev_config={**config, "kl_penalty_reference_step": 3})
     with pytest.raises(BadRequest, match="`kl_penalty_step_lag` needs `kl_penalty_coef`"):
         step(dev_config={"kl_penalty_step_lag": 2})
+
+
+def test_a_reference_by_its_path_is_a_checkpoint_of_this_server(tmp_path: Path) -> None:
+    state, elsewhere = tmp_path / ".art", tmp_path / "elsewhere"
+    kept = state / "p" / "models" / "other" / "checkpoints" / "0002"
+    kept.mkdir(parents=True)
+    (elsewhere / "q/models/m/checkpoints/0001").mkdir(parents=True)
+    (kept.parent / "0003").symlink_to(elsewhere, target_is_directory=True)
+    run = Model("p", "m", state / "p" / "models" / "m", LoraConfig())
+
+    def reference(path: Any) -> Any:
+        config = {"kl_penalty_coef": 0.1, "kl_ref_adapter_path": path}
+        wire = TrainRequest(model=model(), trajectory_groups=[], dev_config=config, digest="")
+        return grpo_config(wire, run).kl_ref_adapter_path
+
+    assert reference(str(kept)) == str(kept.resolve())
+    for path in (
+        *("/etc", str(elsewhere), str(elsewhere / "q/models/m/checkpoints/0001"), str(state)),
+        *(str(kept.parent / "0003"), str(kept.parent), f"{kept}/../0009", "a\0b", "x" * 5000, 7),
+    ):
+        with pytest.raises(BadRequest, match="which is no checkpoint of this server"):
+            reference(path)
 
 
 def test_the_settings_of_art_0_5_23_act_by_their_own_names() -> None:

@@ -3,8 +3,9 @@ from pathlib import Path
 import pytest
 from pydantic import Field
 
-from kit.config import Config, load, read_yaml
+from kit.config import Config, load
 from kit.errors import ConfigError
+from kit.yaml_files import read_yaml
 
 
 class Inner(Config):

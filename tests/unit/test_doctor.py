@@ -18,6 +18,8 @@ HEALTHY = {
     "loss/sampler_kl": 0.001,
     "loss/learning_rate": 1e-5,
     "loss/entropy": 1.0,
+    "loss/effective_sample_size": 0.98,
+    "policy_age/mean": 1.0,
 }
 CANARY = {"canary/logprob_difference": 0.01, "canary/bound": 0.1}
 
@@ -37,10 +39,17 @@ def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"data/retokenized": 4.0}, "0.50 choices per trajectory were not sampled"),
+        ({"data/ambiguous_choices": 4.0}, "0.50 choices per trajectory fit no single prompt"),
+        ({"data/choices_without_logprobs": 8.0}, "1.00 choices per trajectory came without log"),
         ({"data/dropped_equal_rewards": 3.0}, "Only 25% of the groups teach anything"),
         ({"data/step_num_truncated": 8.0}, "1.00 completions per trajectory were cut off"),
         ({"data/dropped_too_long": 2.0}, "25% of the trajectories are longer"),
         ({"loss/sampler_kl": 0.5}, "far from the policy"),
+        (
+            {"loss/effective_sample_size": 0.3, "policy_age/mean": 2.0},
+            "2.0 steps old on average, count as 30% of their number",
+        ),
+        ({"loss/effective_sample_size": 0.9, "policy_age/mean": 6.0}, "tokens are 6.0 steps old"),
         ({"canary/logprob_difference": 1.0}, "Engine and learner differ by 1.00"),
         ({"loss/learning_rate": 1e-9}, "learning rate is 1.0e-09, too small"),
         ({"loss/entropy": 0.001}, "collapsed"),

@@ -124,7 +124,7 @@ async def test_browsers_may_call_from_loopback_pages_where_asked(
         ("NaN", "`NaN` is not a JSON number"),
         ("-Infinity", "`-Infinity` is not a JSON number"),
         ("1e999", "`1e999` is not a JSON number"),
-        ("1" * 5000, "Exceeds the limit"),
+        ("1" * 5000, "an integer of 5000 digits"),
         (r'"\ud83d"', "half of a character"),
         (r'"\uDE00 \ud83d\ude00"', "half of a character"),
         ('"\xff"', "codec can't decode"),

@@ -15,7 +15,7 @@ async def test_training_waits_for_requests_in_flight_and_blocks_new_ones() -> No
             order.append(f"{name} ends")
 
     async def train() -> None:
-        async with gate.training():
+        async with gate.closed():
             order.append("training")
             await asyncio.sleep(0)
             order.append("trained")
@@ -37,7 +37,7 @@ async def test_training_waits_for_requests_in_flight_and_blocks_new_ones() -> No
 async def test_training_that_is_cancelled_while_it_waits_lets_requests_pass() -> None:
     gate = Gate()
     async with gate.sampling():
-        waiting = asyncio.create_task(gate.training().__aenter__())
+        waiting = asyncio.create_task(gate.closed().__aenter__())
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.wait([waiting])
@@ -48,9 +48,9 @@ async def test_training_that_is_cancelled_while_it_waits_lets_requests_pass() ->
 
 async def test_a_request_that_is_cancelled_while_it_waits_does_not_block_training() -> None:
     gate = Gate()
-    async with gate.training():
+    async with gate.closed():
         waiting = asyncio.create_task(gate.sampling().__aenter__())
         await asyncio.sleep(0)
         waiting.cancel()
-    async with asyncio.timeout(1), gate.training():
+    async with asyncio.timeout(1), gate.closed():
         pass

@@ -1,5 +1,6 @@
 """The loss compared with a slow, obvious reference written from the formulas, for every setting."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -7,8 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.config import GrpoConfig
-from trainer.learner.grpo import LossInputs, grpo_loss, k3
+from trainer.learner.grpo import (
+    RATIO,
+    RATIO_SQUARED,
+    LossInputs,
+    effective_sample_size,
+    grpo_loss,
+    k3,
+)
+from trainer.step_config import GrpoConfig
 
 UNKNOWN = 3  # a token with unknown old and sampler logprobs
 
@@ -175,3 +183,23 @@ def test_k3_is_zero_only_where_the_policies_agree() -> None:
     other = torch.tensor([-1.0, -0.5, -2.0])
     expected = torch.tensor([0.0, math.exp(0.5) - 1.5, math.exp(-1.0)])
     torch.testing.assert_close(k3(new, other), expected)
+
+
+def test_the_effective_sample_size_falls_as_the_policy_leaves_the_sampler() -> None:
+    def size(given: LossInputs) -> float:
+        metrics = {
+            name: float(it) / 12 for name, it in grpo_loss(given, GrpoConfig()).metrics.items()
+        }
+        found = effective_sample_size(metrics)
+        assert not {RATIO, RATIO_SQUARED} & metrics.keys()
+        return found
+
+    given = inputs()
+    own = dataclasses.replace(given, sampler_logprobs=given.logprobs.detach())
+    assert size(own) == 1
+    ratios = (given.logprobs.detach() - given.sampler_logprobs).exp().nan_to_num(1.0)
+    expected = float(ratios.sum() ** 2 / (ratios**2).sum() / 12)
+    assert size(given) == pytest.approx(expected) and expected < 0.9
+    far = given.sampler_logprobs.clone()
+    far[0] = -9999.0  # a token that only a constraint allowed
+    assert size(dataclasses.replace(given, sampler_logprobs=far)) == pytest.approx(1 / 12)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from trainer.errors import BadRequest
+from trainer.runs import list_runs
 from trainer.server import history
 
 
@@ -57,3 +58,22 @@ def test_smoothing_weights_earlier_steps(tmp_path: Path) -> None:
     assert history.smoothed(tmp_path, "nothing", 1.0) == {}
     with pytest.raises(BadRequest, match="`benchmark_smoothing`"):
         history.smoothed(tmp_path, "val/reward", 0)
+
+
+def test_a_line_that_was_cut_off_does_not_swallow_the_next_one(tmp_path: Path) -> None:
+    history.append(tmp_path, {"step": 1, "val/reward": 0.5})
+    path = tmp_path / "history.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"step": 2, "val/re')
+    history.append(tmp_path, {"step": 3, "val/reward": 0.75})
+    assert history.by_step(tmp_path) == {1: {"val/reward": 0.5}, 3: {"val/reward": 0.75}}
+
+
+def test_lines_of_other_bytes_are_counted_not_raised(tmp_path: Path) -> None:
+    directory = tmp_path / "p" / "models" / "m"
+    history.append(directory, {"step": 1, "train/reward": 0.5})
+    path = directory / "history.jsonl"
+    damage = b'\xff\xfe\0\n5\n[1]\n{"no": "step"}\n{"step": 2, "x": "text"}\n' + b"\0" * 9
+    path.write_bytes(path.read_bytes() + damage)
+    assert history.by_step(directory) == {1: {"train/reward": 0.5}, 2: {}}
+    [run] = list_runs(tmp_path)
+    assert run.summary()["reward"] == 0.5 and run.summary()["damaged_lines"] == 4

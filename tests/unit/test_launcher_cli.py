@@ -1,3 +1,5 @@
+"""The other commands of the launcher, with a provider in memory."""
+
 import json
 import os
 import tarfile
@@ -7,133 +9,11 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from launcher.cluster import Cluster
 from launcher.provider import Cost
-from launcher.settings import Settings, generate_key
-from launcher.task import Task
+from launcher.settings import generate_key
 from launcher.testing import FakeProvider
 
-TASK = "name: demo\nenvs: {BASE_MODEL: tiny-random}\nsecrets: {HF_TOKEN: null}\nrun: serve\n"
 Invoke = Callable[..., Result]
-
-
-def test_up_waits_for_health_and_prints_the_next_command(invoke: Invoke, healthy_port: int) -> None:
-    result = invoke("up", "task.yaml", "-c", "mine", provider=FakeProvider(port=healthy_port))
-    assert result.exit_code == 0
-    assert "Cluster `mine` is up and its server is healthy" in result.stderr
-    assert "launcher tunnel -c mine" in result.stderr
-
-
-def test_up_twice_starts_one_server(invoke: Invoke, provider: FakeProvider) -> None:
-    assert invoke("up", "task.yaml", provider=provider).exit_code == 0
-    assert len(provider.launched) == 1
-
-
-def test_up_again_keeps_the_server_and_lists_the_options_that_were_not_applied(
-    invoke: Invoke, provider: FakeProvider
-) -> None:
-    Path("other.yaml").write_text(TASK.replace("demo", "other"))
-    given = ["--env", "X=y", "--env", "Y=z", "--max-hours", "2"]
-    result = invoke("up", "other.yaml", *given, provider=provider)
-    assert (result.exit_code, len(provider.launched)) == (0, 1)
-    assert (
-        "The server of cluster `art` is already running, with its original lease; "
-        "not applied, because the cluster exists: `other.yaml`, `--max-hours`, `--env`\n"
-    ) in result.stderr
-    assert "Lease:" not in result.stderr
-    same = invoke("up", "task.yaml", provider=provider).stderr
-    assert "not applied" not in same and "with its original lease\n" in same
-    assert "`--no-lease`" in invoke("up", "task.yaml", "--no-lease", provider=provider).stderr
-
-
-def test_up_resumes_a_launch_whose_launcher_was_killed(
-    invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(provider, "resume", lambda name: provider.runs(name)[0])
-    provider.status = "init"
-    result = invoke("up", "task.yaml", "--max-hours", "2", provider=provider)
-    assert (result.exit_code, len(provider.launched)) == (0, 1)
-    assert "not applied, because the cluster exists: `--max-hours`" in result.stderr
-
-
-def test_arguments_of_sky_launch_are_listed_without_their_values(
-    provider: FakeProvider,
-) -> None:
-    messages: list[str] = []
-    cluster = Cluster("art", provider=provider, settings=Settings())
-    task = Task.load(Path("task.yaml"), cluster.settings)
-    assert cluster.up(task, ["--infra", "slurm/lab", "--secret=A=b"], progress=messages.append)
-    assert messages[0].endswith("not applied, because the cluster exists: `--infra`, `--secret`")
-
-
-def test_a_server_keeps_the_ports_that_its_task_was_launched_with(
-    invoke: Invoke, healthy_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    provider, ports = FakeProvider(port=healthy_port), list[dict[int, int]]()
-    open_tunnel = provider.tunnel
-    monkeypatch.setattr(
-        provider,
-        "tunnel",
-        lambda name, wanted: (ports.append(wanted), open_tunnel(name, wanted))[1],
-    )
-    Path("task.yaml").write_text(TASK.replace("tiny-random", "tiny-random, ART_OPENAI_PORT: 9000"))
-    assert invoke("up", "task.yaml", "--env", "ART_PORT=9999", provider=provider).exit_code == 0
-    assert provider.launched[0][1].envs["ART_OPENAI_PORT"] == "9000"
-    invoke("run", "true", provider=provider)
-    assert provider.started[0]["envs"] == {
-        "ART_BASE_URL": "http://127.0.0.1:9999",
-        "OPENAI_BASE_URL": "http://127.0.0.1:9000/v1",
-    }
-    assert invoke("up", "task.yaml", provider=provider).exit_code == 0  # the same server still
-    assert ports == [{9999: 0, 9000: 0}] * 2
-    invoke("down", "--yes", provider=provider)
-    monkeypatch.setenv("ART_OPENAI_PORT", "9001")  # the environment wins over the task
-    assert invoke("up", "task.yaml", provider=provider).exit_code == 0
-    assert ports[-1] == {7999: 0, 9001: 0}
-
-
-def test_up_finishes_a_cluster_that_was_not_fully_created(
-    invoke: Invoke, provider: FakeProvider
-) -> None:
-    provider.status = "init"
-    assert invoke("up", "task.yaml", provider=provider).exit_code == 0
-    assert len(provider.launched) == 2
-
-
-def test_env_on_the_command_line_overrides_the_environment(
-    invoke: Invoke, healthy_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("BASE_MODEL", "from-environment")
-    provider = FakeProvider(port=healthy_port)
-    invoke("up", "task.yaml", "--env", "BASE_MODEL=from-flag", provider=provider)
-    assert provider.launched[0][1].envs["BASE_MODEL"] == "from-flag"
-    invoke("up", "task.yaml", "-c", "b", "--env", "BASE_MODEL", provider=provider)
-    assert provider.launched[1][1].envs["BASE_MODEL"] == "from-environment"
-    for wrong, why in (
-        ("ABSENT", "`ABSENT` is not set in the environment"),
-        ("1=2", "is not NAME"),
-    ):
-        result = invoke("up", "task.yaml", "--env", wrong, provider=provider)
-        assert result.exit_code == 2 and why in result.stderr
-
-
-def test_a_named_env_file_reaches_settings_task_and_secrets(
-    invoke: Invoke, healthy_port: int
-) -> None:
-    Path("task.yaml").write_text(TASK.replace("tiny-random", "tiny-random, STEPS: 3"))
-    text = "BASE_MODEL=mine\nSTEPS=5\nOPENAI_API_KEY=sk\nHF_TOKEN=hf\nWANDB_API_KEY=w\n"
-    Path("prod.env").write_text(text)
-    provider = FakeProvider(port=healthy_port)
-    assert invoke("up", "task.yaml", "--env-file", "prod.env", provider=provider).exit_code == 0
-    task = provider.launched[0][1]
-    assert (task.envs["BASE_MODEL"], task.envs["STEPS"]) == ("mine", "5")
-    assert task.secrets == {
-        "OPENAI_API_KEY": "sk",
-        "HF_TOKEN": "hf",
-    }
-    Path("prod.env").rename(".env")  # read for settings only, because it is there for every task
-    invoke("up", "task.yaml", "-c", "b", provider=provider)
-    assert provider.launched[1][1].secrets == {"HF_TOKEN": "hf"}
 
 
 def test_run_on_a_missing_cluster_prints_a_hint(invoke: Invoke) -> None:
@@ -226,9 +106,9 @@ def test_sync_lists_what_it_sends_and_warns_about_a_large_workdir(
     invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("big.bin").write_bytes(b"x" * 2000)
-    monkeypatch.setattr("launcher.cli.main.LARGE", 1000)
+    monkeypatch.setattr("launcher.project.LARGE", 1000)
     result = invoke("sync", provider=provider)
-    assert "warning: `.` is 0.0 MB, `big.bin` alone" in result.stderr
+    assert "goes to the cluster with 0 MB: `big.bin` 0 MB. Leave" in result.stderr
     assert "+ big.bin" in result.stderr and ".gitignore" in result.stderr
     Path("big.bin").unlink()
     sent = json.loads(invoke("sync", "--json", provider=provider).stdout)
@@ -330,26 +210,6 @@ def test_doctor_finds_a_misspelt_variable_and_a_readable_env_file(
     assert "`art` is init" in output and "launcher up -c art" in output
 
 
-def test_the_lease_options_reach_the_task(invoke: Invoke, healthy_port: int) -> None:
-    provider = FakeProvider(port=healthy_port)
-    result = invoke("up", "task.yaml", "--max-hours", "2", "--max-cost", "9", provider=provider)
-    task = provider.launched[0][1]
-    assert (task.envs["ART_MAX_HOURS"], task.max_cost) == ("2", 9.0)
-    assert "ends by itself after 30 idle minutes or after 2 hours or at $9.00" in result.stderr
-    result = invoke("up", "task.yaml", "--no-lease", "-c", "b", provider=provider)
-    assert "No lease: the cluster runs" in result.stderr
-
-
-def test_two_launches_of_one_cluster_at_once_are_refused(invoke: Invoke, healthy_port: int) -> None:
-    from launcher.state import launch_lock
-
-    with launch_lock("art"):
-        result = invoke("up", "task.yaml", provider=FakeProvider(port=healthy_port))
-    assert result.exit_code == 1
-    assert "error: Another command is already launching cluster `art`" in result.stderr
-    assert invoke("up", "task.yaml", provider=FakeProvider(port=healthy_port)).exit_code == 0
-
-
 def test_run_tunnel_and_bundle_print_json(
     invoke: Invoke, provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -362,6 +222,7 @@ def test_run_tunnel_and_bundle_print_json(
     assert json.loads(invoke("tunnel", "--json", provider=provider).stdout) == {
         "control": address,
         "openai": f"{address}/v1",
+        "page": f"{address}/",
         "variables": {"ART_BASE_URL": address, "OPENAI_BASE_URL": f"{address}/v1"},
     }
     printed = json.loads(invoke("logs", "--json", "--bundle", "b.tar.gz", provider=provider).stdout)

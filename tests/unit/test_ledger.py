@@ -1,8 +1,11 @@
 import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
-from trainer.server.ledger import Entry, Ledger, entry_of
+import pytest
+
+from trainer.server.ledger import KEPT_SECONDS, RECENT_SECONDS, Entry, Ledger, entry_of
 
 # The table of servers whose choices had no ids.
 OLD_SCHEMA = """
@@ -90,3 +93,53 @@ def test_a_ledger_of_an_older_server_is_read_and_extended_in_place(tmp_path: Pat
         again = ledger.with_id(added.id)
         assert again and entry_of(again) == added
         ledger.close()
+
+
+def set_age(path: Path, seconds: float, where: str = "1") -> None:
+    with sqlite3.connect(path) as db:
+        db.execute(f"UPDATE completions SET created = ? WHERE {where}", (time.time() - seconds,))
+    db.close()
+
+
+def record(ledger: Ledger, count: int) -> list[Entry]:
+    """Record entries of the base model, which no step ever deletes."""
+    entries = [entry([1] * 500, [2], [-0.5], model="") for _ in range(count)]
+    for one in entries:
+        ledger.record(one, "")
+    return entries
+
+
+def test_entries_of_a_model_that_never_trains_are_deleted_by_age(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    ledger = Ledger(path)
+    old = record(ledger, 99)
+    set_age(path, KEPT_SECONDS + 60)
+    set_age(path, KEPT_SECONDS - 60, "id = 99")
+    (new,) = record(ledger, 1)
+    assert [bool(ledger.with_id(one.id)) for one in old] == [False] * 98 + [True]
+    assert ledger.with_id(new.id)
+
+
+@pytest.mark.parametrize("set_back", [False, True])
+def test_above_its_size_the_ledger_deletes_the_oldest_but_none_of_an_open_rollout(
+    tmp_path: Path, set_back: bool
+) -> None:
+    path = tmp_path / "ledger.db"
+    ledger = Ledger(path, max_bytes=1_000_000)  # some 350 entries
+    entries = record(ledger, 1000)
+    assert all(ledger.with_id(one.id) for one in entries)  # all are recent
+    set_age(path, (RECENT_SECONDS + 60) * (-1 if set_back else 1), "id <= 900")
+    recent = record(ledger, 600)
+    kept = [bool(ledger.with_id(one.id)) for one in entries]
+    assert kept == [False] * 900 + [True] * 100
+    assert all(ledger.with_id(one.id) for one in recent)
+    set_age(path, RECENT_SECONDS + 60)
+    record(ledger, 300)
+    set_age(path, RECENT_SECONDS + 60)
+    record(ledger, 300)
+    with sqlite3.connect(path) as db:
+        (left,) = db.execute("SELECT count(*) FROM completions").fetchone()
+        plan = "EXPLAIN QUERY PLAN DELETE FROM completions WHERE model = '' AND step < 3"
+        assert "by_model" in str(db.execute(plan).fetchall())
+    db.close()
+    assert 300 <= left < 700

@@ -96,6 +96,25 @@ def test_a_choice_finds_the_prompt_it_was_sampled_from(
     assert find(ledger, choice([7, 9], [-0.5, -1.5]), tokenizer) is None
 
 
+def test_a_choice_gets_the_step_of_the_trained_model_that_sampled_it(
+    ledger: Ledger, tokenizer: Tokenizer
+) -> None:
+    found = []
+    for number, model in enumerate(("p/m", "p/other", "")):
+        made = entry([1, 2], [7], [-0.5], model=model, step=5 + number)
+        ledger.record(made, "text")
+        item = {**choice([7], [-0.5], "text"), "choice_id": made.id}
+        recall(
+            ledger,
+            [{"trajectories": [{"messages_and_choices": [item]}]}],
+            tokenizer,
+            model="p/m",
+        )
+        exact = exact_tokens.take(item)
+        found.append(exact and exact.step)
+    assert found == [5, None, None]
+
+
 def test_the_id_tells_two_confident_answers_apart(ledger: Ledger, tokenizer: Tokenizer) -> None:
     first, second = ([user(name)] for name in ("one", "two"))
     answers = [sampled(ledger, tokenizer, messages, "yes") for messages in (first, second)]
@@ -298,3 +317,50 @@ def test_choices_are_found_in_additional_histories_too() -> None:
         "additional_histories": [{"messages_and_choices": [user("x"), second]}],
     }
     assert list(choices_of([{"trajectories": [trajectory]}])) == [first, second]
+
+
+@pytest.mark.parametrize(
+    "logprobs",
+    [
+        [SURE] * 4,  # a confident answer
+        [-0.5, -0.5, -0.5, -0.5],
+        [-0.001, -0.002, -0.003, -0.004],
+        [-0.25, -1.5, -2.75, SURE],  # a short one
+    ],
+)
+def test_without_an_id_common_logprobs_count_only_after_the_prompt_they_were_sampled_from(
+    ledger: Ledger, tokenizer: Tokenizer, logprobs: list[float]
+) -> None:
+    ids = [*b"yes", END]
+    asked = [user("one")]
+    prompt = tokenizer.apply_chat_template(asked, TOOLS)
+    ledger.record(entry(prompt, ids, logprobs, template={"tools": TOOLS}), "yes")
+    answer = choice(ids, logprobs, "yes")
+    # With the tools of the trajectory, or as NAT sends it, without them.
+    for tools in (TOOLS, None):
+        assert prompts(recalled(ledger, tokenizer, *asked, answer, tools=tools)) == [prompt]
+    other = {"messages_and_choices": [user("two"), copy.deepcopy(answer)]}
+    recall(ledger, [{"trajectories": [other]}], tokenizer)
+    item = other["messages_and_choices"][-1]
+    assert exact_tokens.is_ambiguous(item) and exact_tokens.take(item) is None
+
+
+def test_particular_logprobs_prove_the_prompt_though_the_conversation_was_rewritten(
+    ledger: Ledger, tokenizer: Tokenizer
+) -> None:
+    ids, logprobs = [*b"four", END], [-0.25, -1.5, -2.75, -0.125, SURE]
+    prompt = tokenizer.apply_chat_template([user("one")])
+    ledger.record(entry(prompt, ids, logprobs), "four")
+    found = recalled(ledger, tokenizer, user("rewritten"), choice(ids, logprobs, "four"))
+    assert prompts(found) == [prompt]
+
+
+def test_the_id_of_a_matched_choice_stays_when_its_logprobs_go(
+    ledger: Ledger, tokenizer: Tokenizer
+) -> None:
+    """Steps count the choices that several trajectories share by it."""
+    answer = sampled(ledger, tokenizer, [user("one")], "yes")
+    lean = without_id(answer)
+    lean["logprobs"]["content"][0]["choice_id"] = answer["choice_id"]
+    recall(ledger, [{"trajectories": [{"messages_and_choices": [lean]}]}], tokenizer)
+    assert lean["choice_id"] == answer["choice_id"] and "logprobs" not in lean

@@ -88,10 +88,14 @@ def test_weights_that_do_not_fit_their_config_are_rejected(tmp_path: Path) -> No
         load(copy)
 
 
-def test_the_data_sets_of_torchtune_are_not_imported() -> None:
-    code = "import sys, trainer.policy.model; print('pandas' in sys.modules)"
+@pytest.mark.parametrize("worker", ["trainer.engines.embedded_worker", "trainer.learner.worker"])
+def test_a_worker_imports_no_data_sets_and_no_compilers(worker: str) -> None:
+    heavy = ("pandas", "torchao", "torch._dynamo", "sympy", "torch.distributed.fsdp")
+    code = f"""import importlib.util, sys, {worker}
+print([name for name in {heavy} if name in sys.modules])
+print(importlib.util.find_spec("torchao").origin.endswith("torchao/__init__.py"))"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout.split() == ["False"], done.stderr
+    assert done.stdout.split() == ["[]", "True"], done.stderr
 
 
 def test_only_one_module_imports_torchtune() -> None:

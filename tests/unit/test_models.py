@@ -1,6 +1,8 @@
 """Runs, their names, and the step that a name serves."""
 
 import json
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ from trainer import checkpoint
 from trainer.config import LoraConfig
 from trainer.errors import NotFound
 from trainer.server.journal import Journal, JournaledRequest, interrupted
-from trainer.server.models import Model, Models
+from trainer.server.model import Model
+from trainer.server.models import Models
 from trainer.server.wire import ModelWire
 
 LORA = LoraConfig()
@@ -45,7 +48,8 @@ def test_two_runs_that_share_an_alias_share_nothing_else(tmp_path: Path) -> None
     two.steps = {0: ""}
     assert models.find("one") == (one, 1) and models.find("two@0") == (two, 0)
     assert models.find("agent") == (two, 0)  # the one that was prepared last
-    assert models.find("agent@1") == (one, 1)
+    with pytest.raises(NotFound):
+        models.find("agent@1")  # an older run has that step, with other weights
     served(models, wire("agent", "one"))
     assert models.find("agent") == (one, 1)
     assert models.get(wire("agent", "two")) is two
@@ -112,3 +116,82 @@ def test_a_step_that_was_interrupted_before_its_run_was_renamed_is_finished(tmp_
     Models(tmp_path).add(wire("agent", "first"), LORA)
     [request] = interrupted(tmp_path, "base")
     assert ModelWire.model_validate(request.model).run == "first"
+
+
+def test_a_name_in_two_projects_means_the_run_that_was_prepared_last(tmp_path: Path) -> None:
+    models = Models(tmp_path)
+    models.base_model = "org/base"
+    a, b = (ModelWire(name="same", project=name, base_model="org/base") for name in ("pa", "pb"))
+    one, two = served(models, a), served(models, b)
+    one.steps, two.steps, two.step = {0: "", 4: ""}, {0: "", 7: ""}, 7
+    assert models.find("same") == (two, 7)
+    assert models.find("pa/same") == (one, 0) and models.find("pa/same@4") == (one, 4)
+    assert {"same", "same@7", "pa/same", "pa/same@4"} <= set(models.served_names())
+    assert "same@4" not in models.served_names()
+    with pytest.raises(NotFound, match="no model `same@4`"):
+        models.find("same@4")  # those are the weights of another run
+    served(models, a)
+    assert models.find("same") == (one, 0) and models.find("pb/same") == (two, 7)
+
+
+def test_an_alias_of_the_run_prepared_last_goes_before_a_name_in_another_project(
+    tmp_path: Path,
+) -> None:
+    models = Models(tmp_path)
+    models.base_model = "base"
+    own = served(models, ModelWire(name="same", project="pb", base_model="base"))
+    alias = served(models, wire("same", "run"))
+    assert models.find("same") == (alias, 0) and models.find("pb/same") == (own, 0)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "null", "5", '{"a": 1}', "[3]", "\0" * 40, "\xff\xfe"]
+)
+def test_a_damaged_list_of_served_models_is_set_aside(tmp_path: Path, content: str) -> None:
+    (tmp_path / "serving.json").write_bytes(content.encode("latin1"))
+    models = Models(tmp_path)
+    assert models.to_restore() == []
+    [aside] = tmp_path.iterdir()
+    assert aside.name.startswith("serving.json.damaged-")
+    report = models.health.report()
+    assert report["status"] == "degraded" and aside.name in report["reasons"][0]
+
+
+@pytest.mark.parametrize(
+    "name", ["ledger.db", "models", "logs", "pulled", "Serving.json", "rollouts.db-wal", "wandb"]
+)
+def test_a_project_or_model_may_not_have_the_name_of_our_own_files(name: str) -> None:
+    for fields in ({"name": name, "project": "p"}, {"name": "m", "project": name}):
+        with pytest.raises(ValueError, match="which names a file of the server itself"):
+            ModelWire.model_validate(fields)
+    ModelWire(name="my-models", project="ledger")
+
+
+def test_a_name_is_found_while_a_thread_adds_models(tmp_path: Path) -> None:
+    models = Models(tmp_path)
+    models.base_model = "base"
+    first = served(models, wire("first"))
+    adding = threading.Thread(
+        target=lambda: [models.add(wire(f"run{number}"), LORA) for number in range(500)]
+    )
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        adding.start()
+        while adding.is_alive():
+            assert models.find("first") == (first, 0)
+            assert "first" in models.served_names()
+    finally:
+        sys.setswitchinterval(interval)
+        adding.join()
+
+
+def test_an_unknown_name_is_answered_with_a_few_of_many_models(tmp_path: Path) -> None:
+    models = Models(tmp_path)
+    models.base_model = "base"
+    for number in range(100):
+        served(models, wire(f"run{number}"))
+    with pytest.raises(NotFound) as caught:
+        models.find("nobody")
+    assert "`run0`" in caught.value.hint and "and 82 more" in caught.value.hint
+    assert len(caught.value.hint) < 1000

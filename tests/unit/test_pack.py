@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from trainer.base_model.resolve import resolve
-from trainer.config import GrpoConfig, LoraConfig
+from trainer.config import LoraConfig
 from trainer.learner.gradient import row_logprobs
 from trainer.learner.grpo import LossInputs, grpo_loss
 from trainer.learner.pack import Row, Sample, pack
 from trainer.learner.plot import panels_of
 from trainer.policy.lora import lora_parameters
 from trainer.policy.model import Policy, load_model
+from trainer.step_config import GrpoConfig
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def bash(script: str, home: Path, **envs: str) -> "subprocess.CompletedProcess[s
 
 
 def ends(home: Path) -> float:
-    return float((home / scripts.LEASE_ENDS).read_text())
+    return float((home / scripts.LEASE_ENDS).read_text().split()[0])
 
 
 def test_the_setup_comes_first_and_does_not_change_the_server_s_shell(home: Path) -> None:
@@ -87,7 +87,7 @@ def test_the_line_that_activates_the_environment_is_added_to_bashrc_once(home: P
     script = scripts.server("true", None, hours_include_setup=False)
     bash(script, home)
     bash(script, home)
-    assert (home / ".bashrc").read_text().count("activate") == 2  # one line has it twice
+    assert (home / ".bashrc").read_text().count("\n") == 1
 
 
 def test_a_run_records_its_exit_code_and_ends_with_the_lease(home: Path) -> None:
@@ -97,3 +97,66 @@ def test_a_run_records_its_exit_code_and_ends_with_the_lease(home: Path) -> None
     (home / scripts.LEASE_ENDS).write_text(f"{time.time() - 10:.0f}\n")
     done = bash(scripts.run("sleep 60"), home, SKYPILOT_INTERNAL_JOB_ID="5")
     assert done.returncode == 124
+
+
+def test_a_stopped_server_is_ended_after_its_lease(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot notice by itself that its lease is over, and would keep the cluster up."""
+    monkeypatch.setattr(scripts, "OVERTIME_S", 1)
+    run = "trap 'echo asked; exit 3' TERM; kill -STOP $$; sleep 600"
+    script = scripts.server(run, None, hours_include_setup=False)
+    done = bash(script, home, ART_MAX_HOURS="0.0003")
+    assert (done.returncode, done.stdout) == (124, "asked\n")
+
+
+def test_functions_of_the_shell_reach_the_server(home: Path) -> None:
+    script = "activate() { echo active; }\n"
+    script += scripts.server("activate", None, hours_include_setup=False)
+    assert bash(script, home).stdout == "active\n"
+
+
+def test_a_cluster_waits_for_a_running_pull_but_not_for_ever(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sleep = home / "bin" / "sleep"  # counts the rounds, and writes the mark in the first four
+    mark = home / "sky_workdir" / ".art" / "pulled"
+    rounds = home / "rounds"
+    sleep.write_text(
+        f"#!/bin/bash\necho >>{rounds}\n"
+        f'[ $(wc -l <{rounds}) -lt ${{PULL_ROUNDS}} ] || touch -d "-10 minutes" {mark}\n'
+    )
+    sleep.chmod(0o755)
+    script = scripts.server("exit 5", None, hours_include_setup=False)
+    for pull_rounds, expected in (("4", 4), ("9999", scripts.PULL_MAX_S // 5)):
+        rounds.unlink(missing_ok=True)
+        mark.parent.mkdir(exist_ok=True)
+        mark.touch()
+        assert bash(script, home, PULL_ROUNDS=pull_rounds).returncode == 5
+        assert len(rounds.read_text().splitlines()) == expected
+    rounds.unlink()
+    for age in ("-10 minutes", "+10 days"):  # over, or the clock was set back
+        subprocess.run(["touch", "-d", age, mark], check=True)
+        assert bash(script, home, PULL_ROUNDS="9999").returncode == 5
+        assert not rounds.exists()
+
+
+@pytest.mark.parametrize("set_by", [-9_999_999, 9_999_999])
+def test_a_changed_wall_clock_neither_ends_a_run_nor_lets_it_outlive_the_lease(
+    home: Path, set_by: int
+) -> None:
+    """The file was written when the wall clock showed another time."""
+    bash(scripts.server("true", None, hours_include_setup=False), home, ART_MAX_HOURS="0.5")
+    words = (home / scripts.LEASE_ENDS).read_text().split()
+    timeout = home / "bin" / "timeout"
+    timeout.write_text("#!/bin/sh\necho $2\n")  # shows the seconds
+    timeout.chmod(0o755)
+
+    def left(*words: object) -> int:
+        (home / scripts.LEASE_ENDS).write_text(" ".join(map(str, words)) + "\n")
+        return int(bash(scripts.run("true"), home, SKYPILOT_INTERNAL_JOB_ID="1").stdout)
+
+    wrong = int(words[0]) + set_by
+    assert 1700 < left(wrong, *words[1:]) <= 1800
+    # On another machine only the wall clock is known, but no run gets more than a whole lease.
+    assert left(wrong, words[1], "other-boot", words[3]) == (1800 if set_by > 0 else 1)

@@ -1,6 +1,7 @@
 """A server exits when its lease is over, and names the checkpoints that nobody pulled."""
 
 import asyncio
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from trainer.config import ServerConfig
+from trainer.server import lease
 from trainer.server.lease import unpulled_checkpoints, unpulled_warnings, watch_lease
 
 
@@ -30,22 +32,37 @@ async def test_a_long_step_does_not_count_as_idle_time_when_it_ends(worked: bool
     watching.cancel()
 
 
+@pytest.mark.parametrize("clock", [0, 7 * 24 * 3600, -7 * 24 * 3600])
 @pytest.mark.parametrize("pulling", [True, False])
 @pytest.mark.parametrize("under_home", [True, False])
-async def test_a_server_stays_while_its_checkpoints_are_pulled(
-    pulling: bool, under_home: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_server_stays_while_its_checkpoints_are_pulled_whatever_the_wall_clock_says(
+    pulling: bool,
+    under_home: bool,
+    clock: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     state = tmp_path / "state"
     state.mkdir()
-    if pulling:
-        (state / "pulled").write_text("demo/m/0001\n")
-    backend, server = idle_server()
-    config = ServerConfig(exit_when_idle=30, state_dir="~/state" if under_home else str(state))
+    mark = state / "pulled"
+    mark.write_text("")  # an earlier pull
+    changed = time.time() - clock  # the clock is set forward or back after the mark was written
+    os.utime(mark, (changed, changed))
+    now = [0.0]
+    monkeypatch.setattr(lease, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    backend, server = SimpleNamespace(busy=False, last_activity=0.0), idle_server()[1]
+    config = ServerConfig(exit_when_idle=1, state_dir="~/state" if under_home else str(state))
     watching = asyncio.create_task(watch_lease(config, backend, server, interval=0))  # type: ignore[arg-type]
-    await asyncio.sleep(0.01)
+    for number in range(1, 5):
+        now[0] += 40  # seconds of 60
+        if pulling:
+            os.utime(mark, (changed, changed + number))
+        for _ in range(10):
+            await asyncio.sleep(0)
     assert server.should_exit is not pulling
-    watching.cancel()
+    now[0] += 61  # the pull is over
+    await asyncio.wait_for(watching, 60)
 
 
 @pytest.mark.parametrize("under_home", [True, False])

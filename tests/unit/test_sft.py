@@ -9,11 +9,12 @@ import torch
 
 from trainer.base_model.resolve import resolve
 from trainer.base_model.tokenizer import Tokenizer
-from trainer.config import LoraConfig, SftConfig
+from trainer.config import LoraConfig
 from trainer.errors import BadRequest
 from trainer.exact_tokens import ExactTokens
 from trainer.learner.learner import Learner
 from trainer.learner.sft import prepare_sft
+from trainer.step_config import SftConfig
 
 TALK: list[dict[str, Any]] = [
     {"role": "system", "content": "Be kind"},
@@ -96,12 +97,12 @@ def test_the_loss_is_the_mean_cross_entropy_and_falls(tmp_path: Path) -> None:
     learner.prepare(tmp_path, lora)
     prompt = learner.tokenizer.apply_chat_template(lesson[:1])
     answer = learner.tokenizer.encode("Hello<|im_end|>")
-    expected = -statistics.fmean(learner.score(tmp_path, lora, prompt, answer))
+    expected = -statistics.fmean(learner.score(tmp_path, 0, lora, prompt, answer))
     config = SftConfig(learning_rate=1e-2, batch_size=1)
     rows = list(learner.train(tmp_path, groups(lesson, lesson, lesson), config, lora))
     losses = [row["loss/train"] for row in rows[:-1]]
     assert losses[0] == pytest.approx(expected, abs=1e-5)
     assert losses == sorted(losses, reverse=True) and len(losses) == 3
     assert rows[-1]["step"] == 1
-    after = -statistics.fmean(learner.score(tmp_path, lora, prompt, answer))
+    after = -statistics.fmean(learner.score(tmp_path, 1, lora, prompt, answer))
     assert after < losses[-1]

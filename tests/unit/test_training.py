@@ -1,5 +1,6 @@
 """A step is a transaction: a failed step leaves nothing behind, a served step is never lost."""
 
+import json
 from collections.abc import AsyncIterator, Collection
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from trainer.learner.process import LearnerProcess
 from trainer.server.admission import Admission
 from trainer.server.journal import JournaledRequest
 from trainer.server.ledger import Entry, Ledger
-from trainer.server.models import Model, Models
+from trainer.server.model import Model
+from trainer.server.models import Models
 from trainer.server.reports import Reports
 from trainer.server.storage import Storage
 from trainer.server.training import Training
@@ -36,7 +38,7 @@ class SavingLearner(LearnerProcess):
         self.calls.append("stopped")
 
     async def train(
-        self, checkpoints: Path, groups: Any, config: Any, lora: Any
+        self, checkpoints: Path, groups: Any, config: Any, lora: Any, *, parent: int
     ) -> AsyncIterator[dict[str, Any]]:
         self.calls.append("tried")
         if self.too_large:
@@ -47,9 +49,8 @@ class SavingLearner(LearnerProcess):
         def write(directory: Path) -> None:
             (directory / "adapter_model.safetensors").write_text(str(groups))
 
-        step = (checkpoint.latest(checkpoints) or 0) + 1
-        checkpoint.save(checkpoints, step, write, {}, synced=False)
-        yield {"checkpoint": "", "step": step}
+        checkpoint.save(checkpoints, parent + 1, write, {}, synced=False)
+        yield {"checkpoint": "", "step": parent + 1}
 
 
 class FakeWorkers(Workers):
@@ -71,7 +72,7 @@ class FakeWorkers(Workers):
             self.refuses -= 1
             raise TrainerError("The engine has no room")
 
-    async def check(self, model: Model) -> dict[str, float]:
+    async def check(self, model: Model, step: int) -> dict[str, float]:
         return {"canary/logprob_difference": 0.0}
 
     async def make_room(self) -> bool:
@@ -103,7 +104,7 @@ async def test_a_step_that_cannot_be_served_does_not_count_as_the_next_one(tmp_p
     with pytest.raises(TrainerError, match="no room"):
         await steps.train(1).wait()
     assert checkpoint.list_steps(steps.model.checkpoints) == []
-    assert steps.model.unfinished() is None
+    assert steps.model.unfinished() == []
     training = steps.train(2)
     await training.wait()
     assert training.rows_so_far == [{"loss": 2.0}]
@@ -117,10 +118,11 @@ async def test_a_request_stays_until_it_is_delivered_and_its_checkpoint_synced(
     steps = Steps(tmp_path)
     training = steps.train(1)
     await training.wait()
-    await training.synced()
-    assert steps.model.unfinished() == training.request  # a client may still request its answer
+    await training.sync.ended()
+    [request] = steps.model.unfinished()  # a client may still request its answer
+    assert (request.step, request.groups) == (1, [{"number": 1}])
     steps.model.journal.delivered(1)
-    assert steps.model.unfinished() is None
+    assert steps.model.unfinished() == []
     await steps.admission.stop()
 
 
@@ -131,7 +133,7 @@ async def test_a_leased_step_is_kept_and_one_that_is_being_deleted_cannot_be_lea
     for number in (1, 2, 3):
         training = steps.train(number)
         await training.wait()
-        await training.synced()
+        await training.sync.ended()
     storage = Storage(Models(tmp_path), steps.workers, steps.admission)
     storage.lease(steps.model, 1, "lease")
     delete = checkpoint.delete
@@ -179,11 +181,11 @@ async def test_a_failed_sync_is_retried(tmp_path: Path, monkeypatch: pytest.Monk
     training = steps.train(1)
     await training.wait()
     with pytest.raises(DiskFull):
-        await training.synced()
+        await training.sync.ended()
     steps.model.journal.delivered(1)
-    await training.synced()
+    await training.sync.ended()
     assert attempts == ["0001", "0001"]
-    assert steps.model.journal.unsynced() is None
+    assert steps.model.journal.unsynced() == []
     await steps.admission.stop()
 
 
@@ -192,6 +194,23 @@ async def test_a_step_counts_even_if_the_history_cannot_be_written(tmp_path: Pat
     (tmp_path / "history.jsonl").mkdir()
     await steps.train(1).wait()
     assert steps.model.step == 1
+    await steps.admission.stop()
+
+
+async def test_choices_that_several_trajectories_share_are_counted(tmp_path: Path) -> None:
+    steps = Steps(tmp_path)
+    shared, own, unknown = (
+        {"finish_reason": "stop", "message": {"role": "assistant"}, "choice_id": id}
+        for id in ("a", "b", None)
+    )
+    branches = [[shared, own], [shared, unknown], [shared, unknown]]
+    trajectories = [{"messages_and_choices": items} for items in branches]
+    groups = [{"number": 1, "trajectories": trajectories}]
+    request = JournaledRequest(1, "", "b", {}, groups, {})
+    steps.model.journal.begin(request)
+    await steps.admission.start(steps.model, request).wait()
+    line = json.loads((tmp_path / "history.jsonl").read_text().splitlines()[0])
+    assert line["data/shared_choices"] == 2
     await steps.admission.stop()
 
 
@@ -232,5 +251,5 @@ async def test_a_step_that_does_not_fit_fails_if_the_engine_cannot_make_room(
     with pytest.raises(OutOfMemory):
         await steps.train(1).wait()
     assert steps.learner.calls == ["tried", "tried", "made room"]
-    assert steps.model.step == 0 and steps.model.unfinished() is None
+    assert steps.model.step == 0 and steps.model.unfinished() == []
     await steps.admission.stop()

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from trainer.processes.rpc import CHUNK
-from trainer.processes.worker import PARENT_VARIABLE, Worker
+from trainer.processes.worker import (
+    PARENT_VARIABLE,
+    Worker,
+    cause,
+    environment_without_keys,
+    open_log,
+)
 from trainer.server.app import _bind
 
 ECHO = """
@@ -46,6 +52,15 @@ async def test_calls_of_any_size_arrive_complete_and_in_order(
         assert [row async for row in worker.stream("lengths", groups=[], more=None)] == []
     finally:
         await worker.stop()
+
+
+def test_keys_stay_out_of_the_environment_of_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = ("ART_API_KEY", "OPENAI_API_KEY", "WANDB_API_KEY", "LANGFUSE_SECRET_KEY")
+    needed = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "WANDB_MODE", "CUDA_VISIBLE_DEVICES")
+    for name in (*secret, *needed):
+        monkeypatch.setenv(name, "x")
+    found = environment_without_keys()
+    assert not found.keys() & set(secret) and set(needed) <= found.keys()
 
 
 async def test_openmp_threads_of_a_worker_spin_briefly_unless_the_user_has_chosen(
@@ -92,3 +107,10 @@ def test_a_bound_socket_knows_its_protocol() -> None:
     """Otherwise asyncio does not disable Nagle's algorithm, which delays a response by 40 ms."""
     with _bind("127.0.0.1", 0) as bound:
         assert bound.proto == socket.IPPROTO_TCP
+
+
+def test_a_log_that_cannot_be_written_does_not_keep_a_process_from_starting(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("a file in the way")
+    with open_log(tmp_path / "logs" / "engine.log") as log:
+        log.write(b"lost")
+    assert cause(tmp_path / "logs" / "engine.log") == "its log is empty"

@@ -23,10 +23,13 @@ async def main(control: str, openai: str) -> None:
     model = art.TrainableModel(name="generation-1", project="contract", base_model=BASE)
     await model.register(backend)
     fingerprints, steps = [fingerprint(openai, model.name)], [await model.get_step()]
+    sampled = []
     for _ in range(3):
         group = await art.gather_trajectory_groups(
             [art.TrajectoryGroup(rollout(model, number) for number in range(4))]
         )
+        choices = [one.messages_and_choices[-1] for one in group[0].trajectories]
+        sampled.append([choice.model_dump()["token_ids"] for choice in choices])
         await model.log(group, split="val")
         await model.train(group, config=art.TrainConfig(learning_rate=1e-3, beta=0.01))
         steps.append(await model.get_step())
@@ -34,7 +37,8 @@ async def main(control: str, openai: str) -> None:
     await model.delete_checkpoints()
     fork = art.TrainableModel(name="generation-1-fork", project="contract", base_model=BASE)
     await backend._experimental_fork_checkpoint(fork, from_model=model.name)
-    report(steps=steps, fingerprints=fingerprints, fork=fingerprint(openai, fork.name))
+    found = fingerprint(openai, fork.name)
+    report(steps=steps, fingerprints=fingerprints, fork=found, sampled=sampled)
     await backend.close()
 
 

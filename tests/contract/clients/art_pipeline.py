@@ -1,7 +1,12 @@
-"""`PipelineTrainer` of openpipe-art 0.5.23 with evals, on both backends: CONTROL_URL OPENAI_URL."""
+"""`PipelineTrainer` of openpipe-art 0.5.23 with evals, on both backends: CONTROL_URL OPENAI_URL.
+
+It samples while it trains; the script counts the chats that were answered during a step.
+"""
 
 import asyncio
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import art
@@ -12,6 +17,33 @@ from common import BASE, QUESTION, fingerprint, report, reward
 from trainer.client import ArtBackend
 
 STEPS = 3
+
+
+class Overlap:
+    """Counts the chats that begin and are answered during one train call of `backend`."""
+
+    def __init__(self, backend: Any) -> None:
+        self.chats = 0
+        self._call: object = None
+        self._backend = backend
+        self._train = backend.train
+        backend.train = self._counted
+
+    async def _counted(self, *arguments: Any, **settings: Any) -> Any:
+        self._call = object()
+        try:
+            return await self._train(*arguments, **settings)
+        finally:
+            self._call = None
+
+    @contextmanager
+    def chat(self) -> Iterator[None]:
+        call = self._call
+        yield
+        self.chats += call is not None and call is self._call
+
+    def stop(self) -> None:
+        self._backend.train = self._train
 
 
 async def rollout(model: art.TrainableModel, number: int) -> art.Trajectory:
@@ -34,9 +66,14 @@ async def train(backend: Any, name: str, openai: str, lora: Any) -> dict[str, ob
     )
     await model.register(backend)
     evaluated = {}
+    overlap = Overlap(backend)
 
     async def group(model: Any, scenario: Any, config: Any) -> art.TrajectoryGroup:
-        return art.TrajectoryGroup([await rollout(model, number) for number in range(2)])
+        made = []
+        for number in range(2):
+            with overlap.chat():
+                made.append(await rollout(model, number))
+        return art.TrajectoryGroup(made)
 
     async def evaluate(model: Any, step: int, config: Any) -> list[art.Trajectory]:
         evaluated[step] = model.get_inference_name()
@@ -61,8 +98,10 @@ async def train(backend: Any, name: str, openai: str, lora: Any) -> dict[str, ob
     )
     before = fingerprint(openai, model.get_inference_name())
     await trainer.train(handle_signals=False)
+    overlap.stop()
     result = {
         "step": await model.get_step(),
+        "answered_during_steps": overlap.chats,
         "evaluated": evaluated,
         "completed": sorted(trainer.state.completed_eval_steps),
         "fingerprints": [before, fingerprint(openai, model.get_inference_name())],

@@ -25,9 +25,11 @@ async def main(openai: str) -> None:
     await model.register(backend)
     steps = [await model.get_step()]
     fingerprints = [fingerprint(openai, model.get_inference_name())]
-    metrics = {}
+    metrics, sampled = {}, []
     for _ in range(3):
         group = art.TrajectoryGroup([await rollout(model, number) for number in range(4)])
+        choices = [one.messages_and_choices[-1] for one in group.trajectories]
+        sampled.append([choice.model_dump()["token_ids"] for choice in choices])
         result = await backend.train(model, [group], learning_rate=1e-3)
         steps.append(result.step)
         metrics = result.metrics
@@ -40,7 +42,8 @@ async def main(openai: str) -> None:
         refused = ""
     except Exception as error:
         refused = str(error)
-    report(steps=steps, fingerprints=fingerprints, metrics=metrics, refused=refused)
+    told = {"metrics": metrics, "refused": refused, "sampled": sampled}
+    report(steps=steps, fingerprints=fingerprints, **told)
     await backend.close()
 
 

@@ -16,6 +16,7 @@ def main(control: str, openai_url: str) -> None:
     prepared = http.post("/_prepare_backend_for_training", json={"model": model})
     assert prepared.raise_for_status().json() == [f"{openai_url}/v1", "default"]
     fingerprints, steps = [fingerprint(openai_url, "openai")], [0]
+    sampled = []
     for _ in range(2):
         answer = client.chat.completions.create(
             model="openai", messages=QUESTION, max_tokens=8, n=4
@@ -24,13 +25,14 @@ def main(control: str, openai_url: str) -> None:
             {"messages_and_choices": [*QUESTION, choice.model_dump()], "reward": reward(number)}
             for number, choice in enumerate(answer.choices)
         ]
+        sampled.append([choice.model_dump()["token_ids"] for choice in answer.choices])
         body = {"model": model, "trajectory_groups": [{"trajectories": trajectories}]}
         body["config"] = {"learning_rate": 1e-3}
         http.post("/_train_model", json=body).raise_for_status()
         steps.append(http.post("/_get_step", json=model).json())
         fingerprints.append(fingerprint(openai_url, "openai"))
     names = [served.id for served in client.models.list()]
-    report(steps=steps, fingerprints=fingerprints, names=names)
+    report(steps=steps, fingerprints=fingerprints, names=names, sampled=sampled)
 
 
 main(*sys.argv[1:])

@@ -121,7 +121,7 @@ def test_only_the_target_functions_calls_are_trained_on(
     )
     project.config["workflow"]["function"] = "agent:parts"
     project.config["finetuning"]["target_functions"] = [target]
-    project.finetune(*SHORT)
+    project.finetune(*SHORT, code=0 if trained else 1)  # a run without any trajectory has failed
     (row,) = project.read("training_metrics.jsonl")
     assert row["num_groups"] == trained
     assert row["failures"] == ({} if trained else {"no_calls": 8})

@@ -20,9 +20,9 @@ def clues_of(row: dict[str, Any]) -> list[Clue]:
     return [Clue(kind, tuple(about)) for kind, *about in row["clues"]]
 
 
-def test_each_of_a_thousand_puzzles_has_exactly_one_answer() -> None:
+def test_each_of_four_hundred_puzzles_has_exactly_one_answer() -> None:
     proven = 0
-    for name, count in (("tiny", 900), ("small", 80), ("medium", 20)):
+    for name, count in (("tiny", 360), ("small", 32), ("medium", 8)):
         solver = Solver(SIZES[name])
         for row in puzzles(SIZES[name], count, seed=11):
             clues = clues_of(row)
@@ -31,7 +31,7 @@ def test_each_of_a_thousand_puzzles_has_exactly_one_answer() -> None:
             answers = [f"{letter}: {row['options'][letter][place]}" for letter, place in places]
             assert row["answer"].splitlines() == answers
             proven += 1
-    assert proven == 1000
+    assert proven == 400
 
 
 def test_the_solver_agrees_with_brute_force() -> None:

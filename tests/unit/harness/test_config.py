@@ -219,3 +219,47 @@ def test_a_custom_component_keeps_its_arguments(tmp_path: Path) -> None:
     evaluator = read(tmp_path, text).eval.evaluators["my_reward"]
     assert evaluator.type == "my_pack.rewards:Brevity"
     assert evaluator.arguments == {"longest": 20}
+
+
+def test_taking_turns_is_the_default(tmp_path: Path) -> None:
+    path = tmp_path / "guide.yml"
+    path.write_text(GUIDE)
+    finetuning = load_config(path).finetuning
+    assert finetuning.max_steps_off_policy == 0
+    ahead = load_config(path, [("finetuning.max_steps_off_policy", "1")]).finetuning
+    assert (ahead.groups_per_step, ahead.oversample) == (None, 1.5)
+
+
+AHEAD = ("finetuning.max_steps_off_policy", "1")
+CUSTOM = "{_type: 'mine:Own'}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([("finetuning.groups_per_step", "4")], "`finetuning.groups_per_step` is not used with"),
+        ([("finetuning.oversample", "2")], "`finetuning.oversample` is not used with"),
+        (
+            [AHEAD, ("trajectory_builders.art_builder", CUSTOM)],
+            "does not go with a trajectory_builder of your own",
+        ),
+        ([AHEAD, ("trainers.art_trainer", CUSTOM)], "does not go with a trainer of your own"),
+        (
+            [
+                *(AHEAD, ("finetuning.groups_per_step", "4")),
+                ("trajectory_builders.art_builder.examples_per_epoch", "4"),
+            ],
+            "`examples_per_epoch` of the trajectory builder are both set",
+        ),
+        ([("finetuning.max_steps_off_policy", "32")], "less than or equal to 31"),
+        ([AHEAD, ("finetuning.oversample", "0.9")], "greater than or equal to 1"),
+    ],
+)
+def test_settings_of_sampling_ahead_that_do_nothing_are_refused(
+    tmp_path: Path, overrides: list[tuple[str, str]], message: str
+) -> None:
+    path = tmp_path / "guide.yml"
+    path.write_text(GUIDE)
+    with pytest.raises(ConfigError, match=re.escape(message)) as refused:
+        load_config(path, overrides)
+    assert "\n" not in refused.value.message and refused.value.hint

@@ -8,9 +8,9 @@ import pytest
 from kit.errors import ConfigError, NotInstalled
 from trainer.harness import components as configs
 from trainer.harness.config import FinetuneConfig, load_config
-from trainer.harness.environments.environment import hold_out, load_environment
+from trainer.harness.environments.environment import hold_out
 from trainer.harness.environments.gymnasium import GymnasiumEnvironment
-from trainer.harness.environments.verifiers import load_verifiers
+from trainer.harness.environments.load import load_environment, load_verifiers
 from trainer.harness.scorers import inspect_scorer, math_verify
 from trainer.harness.types import Example, WorkflowRun
 from trainer.harness.workflow_config import GymnasiumConfig, VerifiersConfig

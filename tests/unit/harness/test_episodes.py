@@ -13,7 +13,9 @@ from trainer.harness.types import (
     EpisodeItemRole,
     Example,
     Failure,
+    LostRun,
     Trajectory,
+    TrajectoryCollection,
     WorkflowRun,
 )
 
@@ -182,3 +184,35 @@ def test_an_episode_made_by_hand_becomes_a_choice_with_its_logprobs() -> None:
             "message": {"role": "assistant", "content": "a"},
         },
     ]
+
+
+def test_reasons_travel_as_metadata_of_training_and_validation() -> None:
+    one = run()
+    one.reasons = {"judge": "It is short.", "judge/style": "plain"}
+    one.completions = [completion([USER], "hello")]
+    trained = episodes.build(one, one.completions)
+    assert trained is not None
+    (validated,) = episodes.validation_group(one)["trajectories"]
+    for metadata in (episodes.to_wire(trained)["metadata"], validated["metadata"]):
+        assert metadata["reason/judge"] == "It is short."
+        assert metadata["reason/judge/style"] == "plain" and metadata["example_id"] == "e"
+
+
+def test_lost_runs_are_exceptions_of_their_example_and_come_last_without_one() -> None:
+    trained = episodes.build(run(), [completion([USER], "hello")])
+    assert trained is not None
+    lost, other = run(), WorkflowRun(Example("f", "q", "a", {}), 0)
+    lost.fail(Failure.TIMEOUT, "too late")
+    other.fail(Failure.WORKFLOW, "KeyError: 'x'")
+    found = episodes.lost([[run(), lost], [other, other]])
+    late = LostRun(example_id="e", reason="workflow_timed_out", error="too late")
+    assert found[0] == late and len(found) == 3
+    collection = TrajectoryCollection(trajectories=[[trained]], run_id="r", lost=found)
+    # What a killed program finds again is sent unchanged, so that the step is not trained twice.
+    again = TrajectoryCollection.model_validate(collection.model_dump(mode="json"))
+    first, second = episodes.wire_groups(again)
+    assert first["trajectories"] == [episodes.to_wire(trained)]
+    message = {"type": "workflow_timed_out", "message": "too late", "traceback": ""}
+    assert first["exceptions"] == [message]
+    assert second["trajectories"] == [] and len(second["exceptions"]) == 2
+    assert second["metadata"] == {"example_id": "f"}

@@ -7,11 +7,9 @@ import pydantic
 import pytest
 
 from kit.errors import ConfigError
-from trainer.errors import JudgeUnclear
 from trainer.harness import components as configs
 from trainer.harness import evaluators as module
-from trainer.harness.evaluators import EachRun, Scorer, load_evaluators
-from trainer.harness.judges import LlmJudge, Ruler
+from trainer.harness.evaluators import EachRun, Scorer, WeightedSum, load_evaluators
 from trainer.harness.llm import Llms
 from trainer.harness.types import Example, Failure, WorkflowRun
 
@@ -143,77 +141,6 @@ def test_an_invalid_pattern_or_schema_is_rejected_when_loaded(config: dict[str, 
         module.load_evaluators({"reward": evaluator(config)}, Llms({}))
 
 
-class FakeJudge:
-    """Stands in for `Llms` and its handle, and replies with the given answers."""
-
-    def __init__(self, *answers: str) -> None:
-        self.answers, self.prompts = list(answers), list[str]()
-
-    def handle(self, rollout: str, name: str) -> "FakeJudge":
-        return self
-
-    async def ask(self, prompt: str) -> str:
-        self.prompts.append(prompt)
-        return self.answers.pop(0)
-
-
-@pytest.mark.parametrize(
-    ("answer", "score"),
-    [
-        ("0.8", 0.8),
-        ("**1.0**", 1.0),
-        ("0.4\n\nIt names 2 of 5 cities.", 0.4),
-        ("<think>It made 1 mistake, so less</think>\n0.4", 0.4),
-        (".5", 0.5),
-        ("0.9. The answer is right.", 0.9),
-    ],
-)
-async def test_text_around_a_judges_number_is_ignored(answer: str, score: float) -> None:
-    llms: Any = FakeJudge(answer)
-    judge = LlmJudge(llms, evaluator({"_type": "llm_judge", "llm": "j"}))
-    assert await judge.score([run("Rome")]) == [score]
-
-
-async def test_a_judge_receives_task_and_answers_and_its_number_is_the_score() -> None:
-    llms: Any = FakeJudge("Score: 0.8")
-    judge = LlmJudge(llms, evaluator({"_type": "llm_judge", "llm": "j"}))
-    assert await judge.score([run("Rome")]) == [0.8]
-    assert all(part in llms.prompts[0] for part in ("The capital of France?", "Paris", "Rome"))
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "very good",
-        "7",
-        "-0.5",
-        "1 out of 10",
-        "1/10",
-        "90%",
-        "0,8",
-        "On a scale from 0 to 1, I give 0.8",
-        "Step 1 is wrong, so 0.2",
-        "1. The answer is wrong.",
-    ],
-)
-async def test_a_judge_without_a_number_from_0_to_1_loses_the_run(answer: str) -> None:
-    llms: Any = FakeJudge(answer)
-    one = run("Rome")
-    judge = LlmJudge(llms, evaluator({"_type": "llm_judge", "llm": "j"}))
-    await Scorer({"judge": judge}, "judge").score([one])
-    assert one.failure is Failure.EVALUATOR and answer in one.error
-
-
-async def test_ruler_scores_a_group_together() -> None:
-    llms: Any = FakeJudge("Here you are: [0.2, 0.9]")
-    ruler = Ruler(llms, evaluator({"_type": "ruler", "llm": "j"}))
-    assert await ruler.score([run("Rome"), run("Paris")]) == [0.2, 0.9]
-    assert '<attempt id="2">\nOutput: Paris' in llms.prompts[0]
-    llms.answers = ["[0.2]"]
-    with pytest.raises(JudgeUnclear, match="not 2 numbers"):
-        await ruler.score([run("Rome"), run("Paris")])
-
-
 async def test_an_evaluator_that_raises_stop_iteration_loses_the_run() -> None:
     def bare_next(run: WorkflowRun) -> float:
         return float(next(iter(())))
@@ -249,3 +176,23 @@ async def test_a_part_of_a_weighted_sum_may_be_the_reward() -> None:
     one = run("Paris")
     await Scorer(load_evaluators(parsed, Llms({}), reward="a"), "a").score([one])
     assert (one.reward, one.metrics["sum"]) == (1.0, 0.5)
+
+
+async def test_texts_of_an_evaluator_are_reasons_and_what_is_left_out_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given = {
+        **{"reward": 1.0, "reason": "half \ud83d of a pair", "note": "x" * 5000},
+        **{"length": 2, "absent": None, "tags": ["a"]},
+    }
+    runs = [run("a"), run("b")]
+    mine = EachRun(lambda run: given, {})
+    total = WeightedSum({"part": mine}, {"part": 0.5})
+    await Scorer({"mine": mine, "sum": total}, "sum").score(runs)
+    one = runs[0]
+    assert one.reward == 0.5 and one.metrics == {"mine": 1.0, "part": 1.0, "length": 2.0}
+    assert set(one.reasons) == {"mine", "mine/note", "part", "part/note"}
+    assert one.reasons["mine"] == one.reasons["part"] == "half ? of a pair"
+    assert len(one.reasons["part/note"]) < 2010
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 2 and all("returns `tags`, which is left out" in it for it in warnings)

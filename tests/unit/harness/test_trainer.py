@@ -25,6 +25,7 @@ from trainer.harness.types import (
     EpisodeItemRole,
     Example,
     Failure,
+    LostRun,
     TrainingJobRef,
     TrainingJobStatus,
     TrainingStatusEnum,
@@ -34,6 +35,7 @@ from trainer.harness.types import (
 )
 
 ITEM = EpisodeItem(role=EpisodeItemRole.USER, content="q")
+LOST = LostRun(example_id="other", reason="workflow_failed", error="no")
 
 
 class FakeBuilder:
@@ -53,7 +55,7 @@ class FakeBuilder:
             [Trajectory(episode=[ITEM], reward=reward) for reward in group]
             for group in self.rewards(meta["epoch"])
         ]
-        return TrajectoryCollection(trajectories=groups, run_id=run_id)
+        return TrajectoryCollection(trajectories=groups, run_id=run_id, lost=[LOST])
 
 
 class FakeAdapter:
@@ -63,6 +65,7 @@ class FakeAdapter:
         self.step = 0
         self.fail_at = fail_at
         self.submitted: list[list[list[float]]] = []
+        self.lost: list[LostRun] = []
 
     async def initialize(self, config: Any) -> None: ...
 
@@ -71,6 +74,7 @@ class FakeAdapter:
 
     async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
         self.submitted.append(trajectories.rewards)
+        self.lost = trajectories.lost
         return TrainingJobRef(run_id=trajectories.run_id, backend="fake")
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
@@ -174,6 +178,7 @@ async def test_a_failed_epoch_is_submitted_again_on_resume_without_sampling_agai
     second.step = first.step
     await train(context(tmp_path, builder, second, resume=True), 3)
     assert second.submitted[0] == first.submitted[1] == rising(1)
+    assert second.lost == first.lost == [LOST], "a body that differs would be another step"
     assert builder.epochs == [2]
     assert [row["epoch"] for row in read(tmp_path, "reward_history.json")] == [1, 2, 3]
 

@@ -1,0 +1,209 @@
+"""Sampling ahead: when a step begins, on which groups, and how far ahead."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kit.errors import ConfigError
+from tests.unit.harness.sampling_ahead import (
+    PATIENCE,
+    Agent,
+    Backend,
+    first_examples,
+    metrics,
+    settled,
+    setup,
+    train,
+    training,
+    until,
+)
+from tests.unit.harness.test_trainer import read
+from trainer.errors import NothingToTrainOn, RunFailed
+from trainer.harness.types import (
+    Example,
+    TrainingJobRef,
+    TrainingJobStatus,
+)
+
+
+async def test_a_blocked_run_does_not_delay_the_step_and_is_trained_in_the_next(
+    tmp_path: Path,
+) -> None:
+    backend = Backend(quick=False)
+    agent = Agent(backend)
+    made = setup(tmp_path, backend, agent)
+    slow = first_examples(made)[0]
+    agent.held[slow, 1] = asyncio.Event()
+    async with training(made) as task:
+        await until(lambda: len(backend.trained) == 1)
+        assert slow not in backend.examples(1)
+        agent.held[slow, 1].set()
+        await settled(agent)
+        for _ in range(3):
+            backend.finish()
+        await asyncio.wait_for(task, PATIENCE)
+    assert slow in backend.examples(2)
+    rows = metrics(tmp_path)
+    assert [(row["epoch"], row["step"]) for row in rows] == [(1, 1), (2, 2), (3, 3)]
+    assert [row["policy_age/max"] for row in rows[:2]] == [0, 1]
+    assert all(row["failures"] == {} and row["filtered_groups"] == 2 for row in rows)
+
+
+async def test_a_run_that_ends_too_late_is_lost_as_stale(tmp_path: Path) -> None:
+    backend = Backend()
+    agent = Agent(backend)
+    made = setup(tmp_path, backend, agent, epochs=4)
+    slow = first_examples(made)[0]
+    agent.held[slow, 1] = asyncio.Event()
+    done = backend.status
+
+    async def status(ref: TrainingJobRef) -> TrainingJobStatus:
+        found = await done(ref)
+        if backend.step == 2:
+            agent.held[slow, 1].set()
+            await settled(agent)
+        return found
+
+    backend.status = status  # type: ignore[method-assign]
+    await train(made)
+    assert all(slow not in backend.examples(step) for step in (1, 2, 3, 4))
+    rows = metrics(tmp_path)
+    assert [row["failures"] for row in rows] == [{}, {}, {"stale": 2}, {}]
+    assert (
+        rows[2]["commonest_failure"] == "2 steps were trained since its oldest choice was sampled"
+    )
+    records = (tmp_path / "runs/epoch_0003.jsonl").read_text().splitlines()
+    stale = [row for row in map(json.loads, records) if row["failure"] == "stale"]
+    assert [(row["id"], row["generation"]) for row in stale] == [(slow, 0), (slow, 1)]
+    assert [(run.example_id, run.reason) for run in backend.lost] == []
+
+
+async def test_a_group_is_trained_without_its_straggler_before_it_goes_stale(
+    tmp_path: Path,
+) -> None:
+    backend = Backend()
+    agent = Agent(backend)
+    made = setup(tmp_path, backend, agent, generations=3, epochs=3)
+    slow = first_examples(made)[0]
+    agent.held[slow, 2] = asyncio.Event()
+    await train(made)
+    (group,) = [group for step in backend.trained for group in step if f"-{slow}-" in group[0]]
+    assert [name.rpartition("-")[2] for name in group] == ["0", "1"] and group in backend.trained[1]
+    assert [row["failures"] for row in metrics(tmp_path)] == [{}, {"stale": 1}, {}]
+    assert agent.cancelled == [(slow, 2)]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+async def test_sampling_is_never_further_ahead_than_the_limit(tmp_path: Path, steps: int) -> None:
+    backend = Backend(quick=False)
+    agent = Agent(backend)
+    made = setup(tmp_path, backend, agent, max_steps_off_policy=steps, epochs=9)
+    async with training(made) as task:
+        for trained in range(1, 10):
+            await until(lambda: len(backend.trained) == trained)  # noqa: B023
+            ahead = min(steps, 9 - trained)  # and none for steps that will not be trained
+            assert await settled(agent) == 2 * (trained + ahead)
+            backend.finish()
+        await asyncio.wait_for(task, PATIENCE)
+    ages = [row["policy_age/max"] for row in metrics(tmp_path)]
+    assert ages == [min(step, steps) for step in range(9)]
+
+
+async def test_only_groups_that_find_a_free_slot_are_started(tmp_path: Path) -> None:
+    backend = Backend()
+    agent = Agent(backend)
+    made = setup(tmp_path, backend, agent, concurrency=3, groups_per_step=10)
+    for name in first_examples(made)[:2]:
+        agent.held |= {(name, 0): asyncio.Event(), (name, 1): asyncio.Event()}
+    async with training(made):
+        await until(lambda: len(agent.runs) == 3)
+        assert await settled(agent) == 2
+
+
+async def test_groups_with_equal_rewards_are_replaced_by_fresh_examples(tmp_path: Path) -> None:
+    backend = Backend()
+    made = setup(tmp_path, backend, Agent(backend), epochs=1, groups_per_step=4)
+    order = first_examples(made)
+    made.runner._workflow = Agent(backend, lambda name, one: one * (name not in order[:2]))
+    await train(made)
+    assert backend.examples(1) == set(order[2:6])
+    (row,) = metrics(tmp_path)
+    assert (row["num_groups"], row["filtered_groups"]) == (6, 4)
+
+
+async def test_oversampling_is_bounded(tmp_path: Path) -> None:
+    backend = Backend()
+    made = setup(tmp_path, backend, Agent(backend), epochs=1, groups_per_step=4, oversample=1.25)
+    order = first_examples(made)
+    agent = Agent(backend, lambda name, one: one * (name not in order[:3]))
+    made.runner._workflow = agent
+    await train(made)
+    assert [len(step) for step in backend.trained] == [2]
+    assert [row["num_groups"] for row in metrics(tmp_path)] == [agent.groups] == [5]
+
+
+async def test_nothing_to_train_on_ends_the_run_with_the_reason(tmp_path: Path) -> None:
+    backend = Backend()
+    agent = Agent(backend, lambda *_: 1.0)
+    made = setup(tmp_path, backend, agent, epochs=9)
+    with pytest.raises(NothingToTrainOn, match="in 3 epochs: 3 groups: equal_rewards"):
+        await train(made)
+    assert backend.trained == []
+    assert agent.groups <= 12  # three for each epoch, and three ahead
+
+
+async def test_the_curriculum_chooses_among_the_groups_of_a_step(tmp_path: Path) -> None:
+    backend = Backend()
+    curriculum = {"enabled": True, "initial_percentile": 0.5, "expansion_interval": 1}
+    made = setup(
+        tmp_path, backend, Agent(backend), epochs=2, groups_per_step=4,
+        curriculum_learning=curriculum,
+    )  # fmt: skip
+    order = first_examples(made)
+    rewards = {name: float(place) for place, name in enumerate(order)}
+    rewards[order[0]] = 0.05  # less than `min_reward_diff`
+    made.runner._workflow = Agent(backend, lambda name, one: rewards[name] * one)
+    await train(made)
+    assert backend.examples(1) == set(order[3:5])  # the easier half of four with a signal
+    assert len(backend.trained[1]) == 3
+    assert read(tmp_path, "curriculum_state.json")["current_percentile"] == 0.7
+
+
+async def test_validation_keeps_its_schedule_and_measures_one_step(tmp_path: Path) -> None:
+    backend = Backend()
+    agent = Agent(backend)
+    made = setup(tmp_path, backend, agent, epochs=5)
+    made.validation = [Example(f"v{number}", "q", "a", {}) for number in range(3)]
+    made.validation_interval = 2
+    await train(made)
+    found = read(tmp_path, "validation_history.json")
+    assert [(row["epoch"], row["num_examples"]) for row in found] == [
+        (0, 3), (2, 3), (4, 3), (5, 3)
+    ]  # fmt: skip
+    assert all("-v" not in name for step in backend.trained for group in step for name in group)
+
+
+async def test_a_failure_stops_the_run_if_the_config_says_so(tmp_path: Path) -> None:
+    def reward(name: str, generation: int) -> float:
+        raise ValueError("no tool")
+
+    backend = Backend()
+    made = setup(tmp_path, backend, Agent(backend, reward))
+    made.runner._stop_on_failure = True
+    with pytest.raises(RunFailed, match="no tool"):
+        await train(made)
+
+
+async def test_an_adapter_that_does_not_say_its_step_is_refused(tmp_path: Path) -> None:
+    class Adapter:
+        async def initialize(self, config: Any) -> None: ...
+
+    backend = Backend()
+    made = setup(tmp_path, backend, Agent(backend))
+    adapter: Any = Adapter()
+    made.trainer_adapter = adapter
+    with pytest.raises(ConfigError, match="needs a trainer adapter with `current_step`"):
+        await train(made)
