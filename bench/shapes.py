@@ -76,6 +76,7 @@ def random_policy(
             value = torch.empty(parameter.shape, device=device, dtype=torch.bfloat16)
             state[name] = value.normal_(std=0.02, generator=generator)
     policy.load_state_dict(state, strict=False, assign=True)
+    del state  # or the weights that are joined below would be held twice
     policy.requires_grad_(False)
     init_lora(policy, 0, device=device)
     for name, parameter in policy.trainable().items():

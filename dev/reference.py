@@ -32,8 +32,9 @@ from kit.settings import variables
 from launcher.cli.main import cli as launcher
 from launcher.settings import Settings
 from trainer.cli import cli as trainer
-from trainer.config import GrpoConfig, LoraConfig, NodeConfig, ServerConfig, SftConfig
+from trainer.config import LoraConfig, NodeConfig, ServerConfig
 from trainer.harness.config import FinetuneConfig
+from trainer.step_config import GrpoConfig, SftConfig
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs/reference.md"

@@ -27,7 +27,7 @@ QUESTION = {
     "role": "user",
     "content": "Rose did it with the rope in the hall at noon. Who, weapon, room, time?",
 }
-LESSON = "The model learned the answer format and how to find answers in the clues, not deduction"
+LESSON = "A model this small learns the format and to find answers in the clues, not deduction"
 # For each size of puzzles: the config, and the puzzles for validation.
 SIZES = {
     "tiny": ("config.yaml", "validation.jsonl"),
@@ -97,7 +97,8 @@ def main(
         HERE / config,
         overrides=list(overrides.items()),
         validation_dataset=validation,
-        validation_interval=max(1, epochs // 2),
+        # A validation takes about as long as an epoch, so a short run has none in its middle.
+        validation_interval=epochs // 2 if epochs >= 12 else max(1, epochs),
     )
     try:
         try:
