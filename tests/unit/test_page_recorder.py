@@ -163,3 +163,14 @@ def test_turns_of_different_steps_keep_their_policy(tmp_path: Path) -> None:
     tokens = LearnerTokens({(0, 0): [sequence]})
     (built,) = groups_of(JournaledRequest(1, "", "", {}, [{"trajectories": [member]}], {}), tokens)
     assert built.trainable and sequence.policy_steps == [(1, 3, 3), (4, 5, 4)]
+
+
+async def test_waits_for_the_steps_that_are_still_written(tmp_path: Path) -> None:
+    directory = tmp_path / "p" / "models" / "n"
+    it = recorder(tmp_path)
+    for step in range(1, 9):
+        it.step_served(directory, request(step))
+    await it.written()
+    assert batches.kept_steps(directory) == {batches.TRAIN: list(range(1, 9))}
+    await it.stop()
+    await it.written()  # a server that stops waits for nothing

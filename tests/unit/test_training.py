@@ -1,5 +1,6 @@
 """A step is a transaction: a failed step leaves nothing behind, a served step is never lost."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Collection
 from pathlib import Path
@@ -166,6 +167,26 @@ async def test_a_deleted_model_leaves_nothing_in_the_ledger(tmp_path: Path) -> N
     await steps.admission.forget(steps.model)
     assert steps.ledger.with_id(steps.model.key) is None
     assert steps.ledger.with_id("p/other") is not None
+
+
+async def test_a_deleted_model_leaves_no_directory_while_its_last_step_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = Steps(tmp_path / "p" / "models" / "n")
+    checks = []
+
+    async def check(model: Model, step: int) -> dict[str, float]:
+        checks.append(step)
+        await asyncio.sleep(0.2)
+        return {"canary/logprob_difference": 0.0}
+
+    monkeypatch.setattr(steps.workers, "check", check)
+    await steps.train(1).wait()
+    models = Models(tmp_path)
+    monkeypatch.setattr(models, "remove", lambda model: None)
+    await Storage(models, steps.workers, steps.admission).delete_model(steps.model)
+    await asyncio.sleep(0.4)
+    assert checks == [1] and not steps.model.directory.exists()
 
 
 async def test_a_failed_sync_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import logging
 import sys
 from collections import defaultdict
+from collections.abc import Collection
 
 from trainer.errors import Conflict
 from trainer.server import captured
@@ -54,17 +55,17 @@ class Admission:
         return self._trainings.get(model.key, {}).get(step)
 
     async def forget(self, model: Model) -> None:
-        """Forget a deleted model: its steps, and everything that it sampled."""
-        self._trainings.pop(model.key, None)
+        """Forget a deleted model: its steps, and everything that it sampled.
+
+        Nothing writes to its directory afterwards, so that it can be deleted.
+        """
+        await _end(self._trainings.pop(model.key, {}).values())
+        await self._reports.written()
         await asyncio.to_thread(self._ledger.forget, model.key, before=sys.maxsize)
 
     async def stop(self) -> None:
-        # A request may still come in. Cancel all first: none must see another one end.
-        trainings = [it for known in list(self._trainings.values()) for it in known.values()]
-        for training in trainings:
-            training.cancel()
-        for training in trainings:
-            await training.cancelled()
+        # A request may still come in.
+        await _end([it for known in list(self._trainings.values()) for it in known.values()])
 
     async def admit(
         self, model: Model, request: TrainRequest, config: StepConfig, base_model: str
@@ -131,3 +132,11 @@ class Admission:
             model.journal.delivered(step)  # nobody has requested its answer again
             del known[step]
         return training
+
+
+async def _end(trainings: Collection[Training]) -> None:
+    """Cancel what is left of all of them first: none must see another one end."""
+    for training in trainings:
+        training.cancel()
+    for training in trainings:
+        await training.cancelled()

@@ -4,6 +4,7 @@ It is best effort: whatever fails is a warning in the log and never touches trai
 """
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -45,6 +46,11 @@ class Recorder:
         if split != TRAIN:
             what = f"`{split}` of step {step} of {directory.name}"
             self._submit(what, self._keep_logged, directory, step, groups, split)
+
+    async def written(self) -> None:
+        """Wait until all steps so far are written: the pool has one thread."""
+        with contextlib.suppress(RuntimeError):  # the server stops
+            await asyncio.wrap_future(self._pool.submit(lambda: None))
 
     async def stop(self) -> None:
         """Wait until everything is written; a second call does nothing."""

@@ -61,6 +61,11 @@ class Reports:
         if self.recorder:
             self.recorder.step_served(model.directory, request)
 
+    async def written(self) -> None:
+        """Wait until every step that was served is on disk."""
+        if self.recorder:
+            await self.recorder.written()
+
     def step_checked(self, model: Model, step: int, found: dict[str, float]) -> None:
         """Report how far engine and learner differ at a step."""
         difference = found["canary/logprob_difference"]
