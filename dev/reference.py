@@ -32,7 +32,7 @@ from kit.settings import variables
 from launcher.cli.main import cli as launcher
 from launcher.settings import Settings
 from trainer.cli import cli as trainer
-from trainer.config import LoraConfig, NodeConfig, ServerConfig
+from trainer.config import LoraConfig, ServerConfig
 from trainer.harness.config import FinetuneConfig
 from trainer.step_config import GrpoConfig, SftConfig
 
@@ -63,11 +63,6 @@ SETTINGS: list[tuple[str, str, type[BaseModel]]] = [
         ServerConfig,
     ),
     ("`lora`", "Part of the server's file: the shape of the LoRA of a new model.", LoraConfig),
-    (
-        "`trainer engine`: settings",
-        "Flags and environment of a machine that joins the server of another one.",
-        NodeConfig,
-    ),
     (
         "Training step",
         "What a client sends with a step: keyword arguments of `backend.train`, `training` of a "

@@ -11,7 +11,19 @@ LISTENS = "0A"
 
 
 def children(pid: int) -> list[int]:
-    return [int(found) for found in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """The processes that any thread of a process has started."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return [int(found) for it in threads for found in (it / "children").read_text().split()]
+
+
+def descendants(pid: int) -> list[int]:
+    """The children of a process, their children, and so on."""
+    found = []
+    for each in children(pid):
+        found.append(each)
+        with contextlib.suppress(OSError):  # it has ended
+            found += descendants(each)
+    return found
 
 
 def child(pid: int, module: str) -> int:

@@ -1,4 +1,4 @@
-"""Settings of the trainer: the server, joining machines and the LoRA."""
+"""Settings of the trainer: the server and the LoRA."""
 
 import ipaddress
 import json
@@ -66,11 +66,13 @@ class ServerConfig(Config):
     learner_devices: str | None = Field(None, pattern=DEVICES)
     """GPUs for the learner, one process each; None means those that the engine does not use."""
     nodes: int = Field(1, ge=1)
-    """Machines that train a step together, including this one; the others run `trainer engine`."""
-    nodes_host: str | None = None
-    """Address where other machines join with `trainer engine`. They need `api_key`."""
-    nodes_port: int = Field(7998, ge=0, le=65535)
-    """Port of `nodes_host` where machines join. The learner's processes use the port below it."""
+    """Machines of the Ray cluster that train a step together, including this one; the others only
+    sample."""
+    ray: Annotated[str | None, Env("ART_RAY")] = Field(None, pattern=r"^(auto|[^/]+:\d+)$")
+    """Ray cluster whose machines sample and train too: HOST:PORT of its head, or `auto` for the one
+    that was started on this machine. It needs `api_key`."""
+    learner_port: int = Field(7997, ge=1, le=65535)
+    """Port on this machine's address in the Ray cluster where the learner's processes meet."""
     api_key: Annotated[SecretStr | None, Env("ART_API_KEY")] = None
     """Bearer token that every client must send if `host` is not loopback."""
     require_key: bool = False
@@ -105,8 +107,8 @@ class ServerConfig(Config):
 
     @pydantic.model_validator(mode="after")
     def _settings_agree(self) -> "ServerConfig":
-        if self.nodes > 1 and not self.nodes_host:
-            raise ValueError(f"nodes is `{self.nodes}`, but nodes_host is not set")
+        if self.nodes > 1 and not self.ray:
+            raise ValueError(f"nodes is `{self.nodes}`, but ray is not set")
         if self.nodes > 1 and self.quantization:
             raise ValueError(f"quantization is `{self.quantization}`, which needs nodes to be 1")
         unused = {"lora", "nodes", "learner_devices", "take_turns"} & self.model_fields_set
@@ -120,35 +122,10 @@ class ServerConfig(Config):
         return Path(self.state_dir).expanduser().resolve()
 
     @property
-    def learner_address(self) -> str:
-        """HOST:PORT where the learner's first process listens."""
-        return f"{self.nodes_host}:{self.nodes_port - 1}"
-
-    @property
     def requires_key(self) -> bool:
         """Whether clients must send a key. The control clients of ART and NAT send none, so it is
         optional on loopback."""
         return self.require_key or not is_loopback(self.host)
-
-
-class NodeConfig(Config):
-    """Settings of `trainer engine`. The server it joins decides everything else."""
-
-    head: str = Field(pattern=r"^https?://[^/]+/?$")
-    """URL where the server accepts machines: `http://` with its `nodes_host` and `nodes_port`."""
-    vllm: Annotated[str | None, Env("ART_VLLM")] = None
-    """Python of another environment that has vLLM; None means this program's environment."""
-    engine_devices: str | None = Field(None, pattern=DEVICES)
-    """GPUs for the engine, such as `0,1`; None means a share of those that the learner does not
-    use."""
-    learner_devices: str | None = Field(None, pattern=DEVICES)
-    """GPUs for the learner, one process each; None means those that the engine does not use."""
-    node_dir: str = f"{STATE_DIR}/nodes"
-    """Directory for LoRAs and logs; each machine uses a subdirectory with its name."""
-    api_key: Annotated[SecretStr | None, Env("ART_API_KEY")] = None
-    """The server's key."""
-    patience: float = Field(30, gt=0)
-    """Exit when the server has been unreachable for this many minutes: it may be gone for good."""
 
 
 def _split(value: Any) -> Any:

@@ -1,34 +1,27 @@
-"""A head in this process, and real `trainer engine` processes that join it on loopback."""
+"""A server's engines in this process, and a real Ray cluster on loopback that they span."""
 
 import asyncio
-import os
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.ray_cluster import KEY, RayHosts
 from trainer.base_model.resolve import resolve
+from trainer.config import ServerConfig
 from trainer.engines.embedded import EmbeddedEngine
-from trainer.machines.replicas import JoinSettings, Replicas
+from trainer.machines.ray_cluster import connect
+from trainer.machines.replicas import Replicas
 
-KEY = "sesame"
-ENGINE_SETTINGS = {
-    "base_model": "tiny-random",
-    "engine": "embedded",
-    "engine_args": {},
-    "rank": 8,
-    "engine_cards": None,
-    "learner": None,
-}
+CONFIG = ServerConfig(engine="embedded")
 
 
 @asynccontextmanager
-async def head(directory: Path) -> AsyncIterator[Replicas]:
+async def engines(directory: Path, hosts: RayHosts) -> AsyncIterator[Replicas]:
+    """Join a cluster, and serve with the machines that it has."""
     own = EmbeddedEngine(resolve("tiny-random"), log=directory / "own.log")
-    join_settings = JoinSettings("127.0.0.1", 0, KEY, ENGINE_SETTINGS)
-    replicas = Replicas(own, join_settings)
+    cluster = await asyncio.to_thread(connect, hosts.address, KEY)
+    replicas = Replicas(own, CONFIG, "tiny-random", cluster)
     await replicas.start()
     try:
         yield replicas
@@ -36,26 +29,10 @@ async def head(directory: Path) -> AsyncIterator[Replicas]:
         await replicas.stop()
 
 
-@contextmanager
-def node(replicas: Replicas, directory: Path, key: str = KEY) -> Iterator[subprocess.Popen[str]]:
-    """Run `trainer engine`, and kill it at the end."""
-    command = [sys.executable, "-m", "trainer", "engine", "--node-dir", str(directory / "node")]
-    with subprocess.Popen(
-        [*command, "--head", f"http://127.0.0.1:{replicas.port}"],
-        env={**os.environ, "ART_API_KEY": key, "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
 async def wait_until(condition: Callable[[], Any]) -> None:
     while not condition():
         await asyncio.sleep(0.02)
 
 
-async def both_ready(replicas: Replicas) -> None:
-    await wait_until(lambda: len(replicas._ready) == 2)
+async def ready(replicas: Replicas, number: int = 2) -> None:
+    await wait_until(lambda: len(replicas._ready) == number)

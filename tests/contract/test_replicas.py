@@ -1,24 +1,40 @@
-"""Engines on other machines: real `trainer engine` processes that join a head on loopback."""
+"""Engines on other machines: actors of a real Ray cluster on loopback."""
 
 import asyncio
-import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from kit.manifest import write_manifest
 from tests.contract.loras import write_lora
-from tests.contract.nodes import KEY, both_ready, head, node, wait_until
+from tests.contract.nodes import engines, ready, wait_until
+from tests.processes import wait_until_gone
+from tests.ray_cluster import ACTOR, ENGINE, RayHosts
 from trainer.engines.embedded import EmbeddedEngine
 from trainer.engines.engine import Delta, SampleRequest
+from trainer.errors import TrainerError
+from trainer.machines.ray_cluster import connect
 from trainer.machines.remote_engine import RemoteEngine
 from trainer.machines.replicas import Replicas
 
 PROMPT = [256, 257, *b"user\nhi", 258, 10, 257, *b"assistant\n"]
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHosts]:
+    with RayHosts(tmp_path_factory.mktemp("hosts")) as hosts:
+        hosts.join()
+        yield hosts
+
+
+@pytest.fixture
+def other(hosts: RayHosts) -> str:
+    """The address of the machine that every test has."""
+    return hosts.address.rpartition(":")[0][:-1] + "2"
 
 
 def remote_engine_of(replicas: Replicas) -> RemoteEngine:
@@ -31,133 +47,109 @@ async def sample(replicas: Replicas, **request: Any) -> list[Delta]:
     return [delta async for delta in replicas.sample(SampleRequest(**request))]
 
 
-async def test_requests_are_balanced_and_survive_a_killed_machine(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def roll_out(replicas: Replicas) -> list[asyncio.Task[list[Delta]]]:
+    long = {"lora": "run@1", "n": 4, "max_tokens": 400, "temperature": 1.0}
+    return [asyncio.create_task(sample(replicas, **long)) for _ in range(8)]
+
+
+async def all_finish(rollouts: list[asyncio.Task[list[Delta]]]) -> None:
+    results = await asyncio.gather(*rollouts)
+    assert [len(choices) for choices in results] == [4] * 8
+    assert all(choice.finish_reason for choices in results for choice in choices)
+
+
+async def test_requests_are_balanced_and_survive_a_killed_actor(
+    hosts: RayHosts, other: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with head(tmp_path) as replicas:
+    async with engines(tmp_path, hosts) as replicas:
         await replicas.load("run@1", write_lora(tmp_path / "0001", seed=1))
         expected = await sample(replicas, lora="run@1")
-        with node(replicas, tmp_path) as process:
-            await both_ready(replicas)
-            rollouts = [
-                asyncio.create_task(
-                    sample(replicas, lora="run@1", n=4, max_tokens=400, temperature=1.0)
-                )
-                for _ in range(8)
-            ]
-            await wait_until(lambda: [it.busy for it in replicas._ready] == [16, 16])
-            process.send_signal(signal.SIGKILL)
-            results = await asyncio.gather(*rollouts)
-        assert all(len(choices) == 4 for choices in results)
-        assert all(choice.finish_reason for choices in results for choice in choices)
+        await ready(replicas)
+        rollouts = roll_out(replicas)
+        await wait_until(lambda: [it.busy for it in replicas._ready] == [16, 16])
+        os.kill(hosts.pid(other, ACTOR), signal.SIGKILL)
+        await all_finish(rollouts)
         assert "is lost with 16 choices under way" in caplog.text
-        # It comes back with nothing loaded, and is ready only when it has every served LoRA.
+        # Ray starts it again with nothing loaded, and it is ready only with every served LoRA.
         await replicas.load("run@2", write_lora(tmp_path / "0002", seed=2))
-        with node(replicas, tmp_path):
-            await both_ready(replicas)
-            engine = remote_engine_of(replicas)
-            assert engine._held == {"run@1", "run@2"}
-            request = SampleRequest(PROMPT, lora="run@1", max_tokens=4, temperature=0)
-            (remote,) = [delta async for delta in engine.sample(request)]
-            assert remote.token_ids == expected[0].token_ids
-            assert remote.logprobs == pytest.approx(expected[0].logprobs, abs=1e-4)
+        await ready(replicas)
+        engine = remote_engine_of(replicas)
+        assert engine._held == {"run@1", "run@2"}
+        request = SampleRequest(PROMPT, lora="run@1", max_tokens=4, temperature=0)
+        (remote,) = [delta async for delta in engine.sample(request)]
+        assert remote.token_ids == expected[0].token_ids
+        assert remote.logprobs == pytest.approx(expected[0].logprobs, abs=1e-4)
 
 
 async def test_a_damaged_lora_is_rejected_there_and_still_served_here(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    hosts: RayHosts, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_lora(tmp_path / "0001", seed=1)
     write_manifest(path, {"step": 1})
     weights = path / "adapter_model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    async with head(tmp_path) as replicas:
-        with node(replicas, tmp_path):
-            await both_ready(replicas)
-            await replicas.load("run@1", path)
-            assert len(replicas._ready) == 1
-            assert "`run@1` arrived damaged: the sha256 of `adapter_model.safetensors`" in (
-                caplog.text
-            )
-            assert await sample(replicas, lora="run@1")
-            await replicas.unload("run@1")
-            await both_ready(replicas)  # the machine joins again when it can load every LoRA
+    async with engines(tmp_path, hosts) as replicas:
+        await ready(replicas)
+        await replicas.load("run@1", path)
+        assert len(replicas._ready) == 1
+        damage = "`run@1` arrived damaged: the sha256 of `adapter_model.safetensors` is not"
+        assert damage in caplog.text
+        assert await sample(replicas, lora="run@1")
+        await replicas.unload("run@1")
+        await ready(replicas)  # the machine joins again when it can load every LoRA
 
 
-async def test_a_dead_remote_engine_restarts_before_it_serves(
-    tmp_path: Path,
+@pytest.mark.parametrize("where", ["there", "here"])
+async def test_a_dead_engine_restarts_while_the_other_one_answers(
+    hosts: RayHosts, other: str, tmp_path: Path, where: str
 ) -> None:
-    async with head(tmp_path) as replicas:
+    async with engines(tmp_path, hosts) as replicas:
         await replicas.load("run@1", write_lora(tmp_path / "0001", seed=1))
-        with node(replicas, tmp_path) as process:
-            await both_ready(replicas)
-            first = remote_engine_of(replicas)
-            listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-            (engine,) = [int(child) for child in listed.split()]
-            rollouts = [
-                asyncio.create_task(
-                    sample(replicas, lora="run@1", n=8, max_tokens=200, temperature=1.0)
-                )
-                for _ in range(4)
-            ]
-            await wait_until(lambda: [it.busy for it in replicas._ready] == [16, 16])
-            os.kill(engine, signal.SIGKILL)
-            assert [len(choices) for choices in await asyncio.gather(*rollouts)] == [8] * 4
-            await both_ready(replicas)
-            assert remote_engine_of(replicas) is not first and process.poll() is None
+        await ready(replicas)
+        first = remote_engine_of(replicas)
+        own = replicas._own.engine
+        assert isinstance(own, EmbeddedEngine) and own._worker.pid
+        actor = hosts.pid(other, ACTOR)
+        rollouts = roll_out(replicas)
+        await wait_until(lambda: [it.busy for it in replicas._ready] == [16, 16])
+        os.kill(own._worker.pid if where == "here" else hosts.pid(other, ENGINE), signal.SIGKILL)
+        await all_finish(rollouts)
+        await ready(replicas)
+        assert (remote_engine_of(replicas) is first) == (where == "here")
+        assert hosts.pid(other, ACTOR) == actor
 
 
-async def test_our_own_engine_restarts_while_others_answer(tmp_path: Path) -> None:
-    async with head(tmp_path) as replicas:
+async def test_machines_join_and_leave_while_requests_run(
+    hosts: RayHosts, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with engines(tmp_path, hosts) as replicas:
         await replicas.load("run@1", write_lora(tmp_path / "0001", seed=1))
-        with node(replicas, tmp_path):
-            await both_ready(replicas)
-            own = replicas._own.engine
-            assert isinstance(own, EmbeddedEngine) and own._worker.pid
-            rollouts = [
-                asyncio.create_task(
-                    sample(replicas, lora="run@1", n=8, max_tokens=200, temperature=1.0)
-                )
-                for _ in range(4)
-            ]
-            await wait_until(lambda: [it.busy for it in replicas._ready] == [16, 16])
-            os.kill(own._worker.pid, signal.SIGKILL)
-            assert [len(choices) for choices in await asyncio.gather(*rollouts)] == [8] * 4
-            await both_ready(replicas)
+        await ready(replicas)
+        rollouts = roll_out(replicas)
+        added = await asyncio.to_thread(hosts.join, 3)
+        await ready(replicas, 3)
+        await all_finish(rollouts)
+        rollouts = roll_out(replicas)
+        await wait_until(lambda: all(it.busy for it in replicas._ready))
+        hosts.leave(added)
+        await all_finish(rollouts)
+        await wait_until(lambda: "has left the cluster" in caplog.text)
+        assert len(replicas._ready) == 2
 
 
-async def test_a_wrong_key_is_rejected_and_only_health_is_public(tmp_path: Path) -> None:
-    async with head(tmp_path) as replicas:
-        with node(replicas, tmp_path, key="guess") as process:
-            code = await asyncio.to_thread(process.wait)
-            assert process.stderr
-            stderr = process.stderr.read()
-        assert code == 1 and "error: The head rejected the key\n\nhint: Set `ART_API_KEY`" in stderr
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{replicas.port}") as client:
-            assert (await client.get("/health")).text == "ok\n"
-            for path in ("/", "/v1/models", "/metrics"):
-                assert (await client.get(path)).status_code == 401
-        assert len(replicas._ready) == 1
+async def test_a_server_that_stops_ends_the_engines_of_other_machines(
+    hosts: RayHosts, other: str, tmp_path: Path
+) -> None:
+    async with engines(tmp_path, hosts) as replicas:
+        await ready(replicas)
+        pids = [hosts.pid(other, name) for name in (ACTOR, ENGINE)]
+        await replicas.stop()
+        wait_until_gone(pids)
 
 
-async def test_a_head_that_stops_ends_the_engines_of_other_machines(tmp_path: Path) -> None:
-    async with head(tmp_path) as replicas:
-        with node(replicas, tmp_path) as process:
-            await both_ready(replicas)
-            await replicas.stop()
-            assert await asyncio.to_thread(process.wait) == 0
-
-
-async def test_invalid_messages_remove_only_the_machine_that_sent_them(tmp_path: Path) -> None:
-    from websockets.asyncio.client import connect
-
-    async with head(tmp_path) as replicas:
-        for nonsense in ("not json", "[]", json.dumps({"id": 1, "row": "x"}), "[" * 100_000):
-            url, key = f"ws://127.0.0.1:{replicas.port}", {"Authorization": f"Bearer {KEY}"}
-            async with connect(url, additional_headers=key, proxy=None) as connection:
-                await connection.recv()  # `begin`
-                await connection.send(nonsense)
-                if "row" not in nonsense:
-                    await connection.wait_closed()
-        assert await sample(replicas)
-        assert len(replicas._ready) == 1
+def test_another_key_is_refused(hosts: RayHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(TrainerError, match=f"Cannot join the Ray cluster `{hosts.address}`"):
+        connect(hosts.address, "guess")

@@ -12,13 +12,12 @@ from trainer.cli.evaluate import evaluate
 from trainer.cli.export import export
 from trainer.cli.finetune import finetune
 from trainer.cli.runs import doctor, models
-from trainer.cli.serve import engine, serve
+from trainer.cli.serve import serve
 from trainer.cli.view import view
 from trainer.cli.watch import report, watch
 
 COMMANDS = [
     serve,
-    engine,
     chat,
     finetune,
     dry_run,

@@ -33,9 +33,9 @@ def devices(command: Any) -> Any:
 @click.option("--openai-port", type=int, help="Port of the OpenAI API.  [8000]")
 @click.option("--state-dir", help="Directory for checkpoints and logs.  [.art]")
 @devices
+@click.option("--ray", metavar="ADDRESS", help="Use the machines of a Ray cluster: auto, HOST:PORT.")
 @click.option("--nodes", type=int, metavar="N", help="Machines that train together.  [1]")
-@click.option("--nodes-host", metavar="HOST", help="Address where other machines join.")
-@click.option("--nodes-port", type=int, metavar="PORT", help="Port where they join.  [7998]")
+@click.option("--learner-port", type=int, metavar="PORT", help="Where learners meet.  [7997]")
 @click.option("--keep-rollouts", metavar="SIZE", help="Disk space for trained attempts.  [2GB]")
 @click.option(
     "--idle-minutes", type=click.FloatRange(0), metavar="MINUTES", help="Exit when idle this long."
@@ -94,34 +94,3 @@ def serve(
     if config.checkpoint:
         config = with_checkpoint(config, base_model=flags["base_model"])
     serve(config)
-
-
-@click.command()
-@click.option("--head", required=True, metavar="URL", help="Where the server accepts machines.")
-@devices
-@click.option("--node-dir", metavar="DIR", help="Directory for LoRAs and logs.  [.art/nodes]")
-@click.option(
-    "--patience",
-    type=float,
-    metavar="MINUTES",
-    help="Exit when the server is unreachable this long.  [30]",
-)
-@click.option("--env-file", type=Path, metavar="FILE", help="Read variables from FILE.  [.env]")
-def engine(env_file: Path | None, **flags: Any) -> None:
-    """Join the server on another machine: sample for it and train with it.
-
-    Connects to the server with ART_API_KEY and opens no port. The server decides what runs here.
-
-    \b
-    Example:
-      trainer engine --head http://10.0.0.5:7998
-    """
-    from kit.settings import gather
-    from trainer.config import NodeConfig
-
-    config = gather(NodeConfig, flags=flags, env_file=env_file)
-    require("websockets", "torch", "torchtune")
-    log_to_stderr()
-    from trainer.machines.node import run
-
-    run(config)

@@ -23,15 +23,19 @@ class LearnerProcess:
         *,
         log: Path,
         config: ServerConfig | None = None,
+        master: str = "",
         load_at_start: bool = False,
     ) -> None:
-        """`load_at_start` loads the base model before the first run is prepared."""
+        """`load_at_start` loads the base model before the first run is prepared.
+
+        `master` is HOST:PORT where the processes of several machines meet.
+        """
         config = config or ServerConfig()
         self._lora = config.lora if load_at_start else None
         self._worker = Worker(
             "learner",
             MODULE,
-            arguments(base_model, nodes=config.nodes, number=0, master=config.learner_address)
+            arguments(base_model, nodes=config.nodes, number=0, master=master)
             # Processes of other machines do not know this setting, so they send no logprobs.
             + (["--record", "all" if config.nodes == 1 else "own"] if config.keep_rollouts else [])
             + (["--quantization", config.quantization] if config.quantization else []),

@@ -1,4 +1,4 @@
-"""Transfer of LoRA files to another machine, which checks each one against its sha256."""
+"""Transfer of LoRA files to another machine, which knows each one by its sha256."""
 
 import asyncio
 import hashlib
@@ -10,12 +10,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kit.manifest import read_manifest, sha256
-from trainer.errors import BadRequest, CheckpointError
+import numpy
 
-# The only files that an engine reads, and the only ones that a head may write here.
+from kit.manifest import read_manifest, sha256
+from trainer.errors import BadRequest
+from trainer.machines.ray_cluster import RayCluster
+
+# The only files that an engine reads, and the only ones that are sent.
 NAMES = ("adapter_config.json", "adapter_model.safetensors")
-CHUNK = 1 << 20
+CHUNK = 1 << 22
+KEPT = 4  # files, of the newest two LoRAs
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 Hashes = dict[str, str]
 
@@ -28,16 +32,33 @@ async def hashes_of(directory: Path) -> Hashes:
     return {name: str(manifest["files"][name]["sha256"]) for name in NAMES}
 
 
-class LoraStore:
-    """LoRAs received from the head, each in a directory that never changes.
+class Broadcast:
+    """Files in Ray's object store. Each is put there once, however many machines fetch it."""
 
-    Files arrive in pieces. A LoRA's directory appears only when all of its files match their
-    sha256.
+    def __init__(self, cluster: RayCluster) -> None:
+        self._cluster = cluster
+        self._references: dict[str, Any] = {}
+        self._putting = asyncio.Lock()
+
+    async def reference(self, path: Path, digest: str) -> Any:
+        async with self._putting:
+            if digest not in self._references:
+                content = await asyncio.to_thread(numpy.fromfile, path, numpy.uint8)
+                while len(self._references) >= KEPT:  # machines that still fetch it have their own
+                    del self._references[next(iter(self._references))]
+                self._references[digest] = await self._cluster.put(content)
+            return self._references[digest]
+
+
+class LoraStore:
+    """LoRAs received from the server, each in a directory that never changes.
+
+    A file that arrives is called by the sha256 of what arrived, so a damaged one is never found.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        # Partial files of a broken connection are useless.
+        # Partial files of a machine that was killed are useless.
         shutil.rmtree(directory / "arriving", ignore_errors=True)
         (directory / "arriving").mkdir(parents=True)
 
@@ -50,32 +71,26 @@ class LoraStore:
         text = json.dumps(hashes, sort_keys=True).encode()
         return self._directory / hashlib.sha256(text).hexdigest()
 
-    def receive(self, frame: bytes) -> None:
-        """Append one piece to its file: 64 characters with the file's sha256, then bytes."""
-        digest = frame[:64].decode("ascii", errors="replace")
-        if not _SHA256.fullmatch(digest):
-            raise BadRequest("A piece of a file does not start with the file's sha256")
-        with (self._directory / "arriving" / digest).open("ab") as file:
-            file.write(frame[64:])
+    def receive(self, content: "numpy.ndarray[Any, Any]") -> None:
+        """Write a file, and hash it at the same time."""
+        digest = hashlib.sha256()
+        with tempfile.NamedTemporaryFile(dir=self._directory / "arriving", delete=False) as file:
+            for start in range(0, len(content), CHUNK):
+                chunk = content[start : start + CHUNK].data
+                digest.update(chunk)
+                file.write(chunk)
+        Path(file.name).rename(self._directory / "arriving" / digest.hexdigest())
 
-    def complete(self, lora: str, hashes: Hashes) -> list[str]:
+    def complete(self, hashes: Hashes) -> list[str]:
         """Assemble a LoRA from the received files, and return the names of missing ones."""
         target = self.path(hashes)
         if target.is_dir():
             return []
-        arriving = {name: self._directory / "arriving" / hashes[name] for name in NAMES}
-        if missing := [name for name, path in arriving.items() if not path.is_file()]:
+        arrived = {name: self._directory / "arriving" / hashes[name] for name in NAMES}
+        if missing := [name for name, path in arrived.items() if not path.is_file()]:
             return missing
-        for name, path in arriving.items():
-            if (actual := sha256(path)) != hashes[name]:
-                path.unlink()
-                raise CheckpointError(
-                    f"The LoRA `{lora}` arrived damaged: the sha256 of `{name}` is "
-                    f"`{actual[:12]}…`, not `{hashes[name][:12]}…`",
-                    hint="Verify the original checkpoint with `launcher pull`",
-                )
         temporary = Path(tempfile.mkdtemp(dir=self._directory / "arriving"))
-        for name, path in arriving.items():
+        for name, path in arrived.items():
             path.rename(temporary / name)
         temporary.rename(target)
         return []
@@ -89,11 +104,3 @@ class LoraStore:
         for path in self._directory.iterdir():
             if path.name not in keep:
                 self.delete(path)
-
-
-def frames(path: Path, digest: str) -> Iterable[bytes]:
-    """Yield a file in the pieces that `receive` expects."""
-    with path.open("rb") as file:
-        yield digest.encode()  # creates the file even if it is empty
-        while chunk := file.read(CHUNK):
-            yield digest.encode() + chunk

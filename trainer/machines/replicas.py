@@ -1,4 +1,4 @@
-"""Several engines that act as one: this machine's own, and those of machines that join it.
+"""Several engines that act as one: this machine's own, and those of a Ray cluster.
 
 Every replica loads a LoRA before any request samples from it. A request goes to the least busy
 replica; if that one is lost, the request starts again on another. A replica that comes back loads
@@ -10,17 +10,18 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from websockets.asyncio.server import Server
 
 from trainer.config import ServerConfig
 from trainer.engines.choose import engine_kind, vllm_arguments
 from trainer.engines.engine import Delta, Engine, SampleRequest, sample_with_retries
 from trainer.errors import NotFound, TrainerError, WorkerDied
-from trainer.machines.remote_engine import RemoteEngine, listen
+from trainer.machines.machine_actor import MachineActor
+from trainer.machines.members import Members
+from trainer.machines.ray_cluster import RayCluster, connect
+from trainer.machines.remote_engine import RemoteEngine
 
 logger = logging.getLogger(__name__)
 ATTEMPTS = 4  # a request that crashes this many engines would crash them all
@@ -38,89 +39,58 @@ class Replica:
     """Number of its last request: of equally busy replicas, the one that waited longest is next."""
 
 
-@dataclass(frozen=True)
-class JoinSettings:
-    """The address where other machines join, and what they run."""
+async def with_other_machines(
+    own: Engine, config: ServerConfig, base_model: str
+) -> tuple[Engine, str]:
+    """Join the Ray cluster, whose machines act as one with `own`.
 
-    host: str
-    port: int
-    key: str = field(repr=False)
-    engine_settings: Mapping[str, Any]
-    """Parameters of `begin`: what a machine needs to start the same engine and its learner."""
-    nodes: int = 1
-    """Machines that train together. `nodes - 1` of the joined ones get a number; others sample."""
-
-
-def with_other_machines(own: Engine, config: ServerConfig, base_model: str) -> Engine:
-    """Let other machines join `own` at the address in `config`; without one, return `own`."""
-    if config.nodes_host is None:
-        return own
-    assert config.api_key  # the server does not start without one
-    learner = {"master": config.learner_address, "nodes": config.nodes}
-    engine_settings = {
-        "base_model": base_model,
-        "engine": engine_kind(config),
-        "engine_args": vllm_arguments(config),
-        "rank": config.lora.rank,
-        "learner": learner if config.nodes > 1 else None,
-        "engine_cards": len(config.engine_devices.split(",")) if config.engine_devices else None,
-    }
-    join_settings = JoinSettings(
-        config.nodes_host,
-        config.nodes_port,
-        config.api_key.get_secret_value(),
-        engine_settings,
-        nodes=config.nodes,
-    )
-    return Replicas(own, join_settings)
+    Also returns HOST:PORT where the processes of their learner meet.
+    """
+    assert config.ray and config.api_key  # the server does not start without a key
+    cluster = await asyncio.to_thread(connect, config.ray, config.api_key.get_secret_value())
+    replicas = Replicas(own, config, base_model, cluster)
+    return replicas, replicas.learner_address
 
 
 class Replicas:
     """An `Engine` made of several. `own` is the engine of this machine."""
 
-    def __init__(self, own: Engine, join_settings: JoinSettings) -> None:
+    def __init__(
+        self,
+        own: Engine,
+        config: ServerConfig,
+        base_model: str,
+        cluster: RayCluster,
+        *,
+        kind: type = MachineActor,
+    ) -> None:
         self.name = own.name
         self._own = Replica(own, "this machine")
         self._engine = own
-        self._join_settings = join_settings
+        self._config = config
+        self._base_model = base_model
+        self.learner_address = f"{cluster.address}:{config.learner_port}"
         self._ready: list[Replica] = []
-        self._connected: dict[RemoteEngine, int | None] = {}
-        """Every connected machine, ready or not, with its number in the learner."""
+        self._members = Members(cluster, self._serve, nodes=config.nodes, kind=kind)
         self._arguments: dict[str, Any] = {}
         self._served: dict[str, Path] = {}
         self._turns = itertools.count(1)
-        self._server: Server | None = None
         self._reviving: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def running(self) -> bool:
         return bool(self._ready)
 
-    @property
-    def port(self) -> int:
-        """The port where machines join. Valid after `start`."""
-        assert self._server
-        return int(next(iter(self._server.sockets)).getsockname()[1])
-
     async def start(self) -> None:
-        join = self._join_settings
-        if self._server is None:
-            # Listen first, so that other machines start their engines while ours starts.
-            self._server = await listen(join.host, join.port, join.key, self._admit)
+        self._members.start()  # first, so that other engines start while ours starts
         await self._engine.start()
         self._add(self._own)
 
     async def stop(self) -> None:
-        self._ready.clear()  # from now on a machine that disconnects is not reported as lost
-        await asyncio.gather(
-            *(engine.release() for engine in self._connected), return_exceptions=True
-        )
-        if self._server:
-            self._server.close()
-            await self._server.wait_closed()
-        for task in (*self._tasks, *([self._reviving] if self._reviving else [])):
-            task.cancel()
+        self._ready.clear()  # from now on no machine is reported as lost
+        await self._members.stop()
+        if self._reviving:
+            self._reviving.cancel()
         await self._engine.stop()
 
     async def configure(self, arguments: Mapping[str, Any]) -> None:
@@ -135,7 +105,7 @@ class Replicas:
         )
 
     async def make_room(self) -> bool:
-        if self._join_settings.nodes > 1:
+        if self._config.nodes > 1:
             return False  # every machine's engine would have to make room for its learner
         if self._reviving:
             await asyncio.wait([self._reviving])  # loading a LoRA would wake the engine
@@ -220,7 +190,7 @@ class Replicas:
             "%s is lost with %s choices under way: %s", replica.name, replica.busy, message
         )
         if isinstance(replica.engine, RemoteEngine):
-            self._start_task(replica.engine.close())
+            replica.engine.close()
         else:
             self._revive()
 
@@ -254,37 +224,35 @@ class Replicas:
 
     # Other machines
 
-    async def _admit(self, engine: RemoteEngine) -> None:
+    async def _serve(self, engine: RemoteEngine, number: int | None) -> None:
         """Have a machine start its engine and load every LoRA, then send it requests."""
-        for other in [other for other in self._connected if other.identity == engine.identity]:
-            await other.close()  # a broken connection of the same machine
-            await other.wait_until_disconnected()
-        number = self._lowest_free_number()
-        self._connected[engine] = number
         replica = Replica(engine, f"the engine on `{engine.name}`")
+        arguments = dict(self._arguments)
+        logger.info("%s is starting", replica.name)
+        await engine.call("begin", **self._settings(number), asked=arguments)
+        await self._catch_up(engine)
+        await engine.call("keep_only", loras=list(self._served))
+        await self._catch_up(engine)  # LoRAs that were added in the meantime
+        if arguments != self._arguments:
+            return  # it is connected again and starts with the newer arguments
+        self._add(replica)
         try:
-            arguments = dict(self._arguments)
-            logger.info("%s is starting", replica.name)
-            settings = self._join_settings.engine_settings
-            await engine.call("begin", **settings, asked=arguments, number=number)
-            await self._catch_up(engine)
-            await engine.call("keep_only", loras=list(self._served))
-            await self._catch_up(engine)  # LoRAs that were added in the meantime
-            if arguments == self._arguments:
-                self._add(replica)
-                await engine.wait_until_disconnected()
-                self._lose(replica, engine.died())
-            else:
-                await engine.close()  # it joins again and starts with the newer arguments
-        finally:
-            self._connected.pop(engine, None)
+            await engine.wait_until_lost()
+        finally:  # also when the machine has left
+            self._lose(replica, engine.died())
 
-    def _lowest_free_number(self) -> int | None:
-        """Return the lowest number in the learner that no machine has, if any is left."""
-        free = set(range(1, self._join_settings.nodes)) - set(self._connected.values())
-        return min(free, default=None)
-
-    def _start_task(self, work: Coroutine[Any, Any, Any]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _settings(self, number: int | None) -> dict[str, Any]:
+        """Parameters of `begin`: what a machine needs to start the same engine and its learner."""
+        config = self._config
+        settings: dict[str, Any] = {
+            "engine": engine_kind(config),
+            "engine_args": vllm_arguments(config),
+            "lora": {"rank": config.lora.rank},
+        }
+        learner = None
+        if number is not None:
+            # The learner has the same number of GPUs on every machine. A machine that only samples
+            # uses all of its GPUs for that.
+            settings |= {name: getattr(config, name) for name in ("engine_devices", "learner_devices")}
+            learner = {"master": self.learner_address, "nodes": config.nodes, "number": number}
+        return {"base_model": self._base_model, "settings": settings, "learner": learner}

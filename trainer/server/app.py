@@ -104,10 +104,10 @@ def serve(config: ServerConfig, *, wrap_engine: WrapEngine | None = None) -> Non
             f"Refusing to listen on `{config.host}` without a key",
             hint="Set `ART_API_KEY`, or stay on `127.0.0.1` and use `launcher tunnel`",
         )
-    if config.nodes_host and config.api_key is None:
+    if config.ray and config.api_key is None:
         raise ConfigError(
-            f"Refusing to accept engines on `{config.nodes_host}` without a key",
-            hint="Set `ART_API_KEY`, here and for `trainer engine` on the other machines",
+            f"Refusing to join the Ray cluster `{config.ray}` without a key",
+            hint="Set `ART_API_KEY`, here and for `scripts/ray-cluster` on every machine",
         )
     _allow_many_connections()
     os.umask(0o077)  # rollouts, keys in logs and weights are nobody else's

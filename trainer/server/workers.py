@@ -88,8 +88,10 @@ class Workers:
         trains = self._config.checkpoint is None
         config = with_gpus_assigned(self._config, directory, engine_args, trains=trains)
         logs = config.state_path / LOGS
-        own_engine = create_engine(config, directory, logs, trains=trains)
-        engine = with_other_machines(own_engine, config, base_model)
+        engine = create_engine(config, directory, logs, trains=trains)
+        master = ""
+        if config.ray:
+            engine, master = await with_other_machines(engine, config, base_model)
         await engine.configure(engine_args)
         if self._wrap_engine:
             engine = self._wrap_engine(engine, directory)
@@ -97,7 +99,9 @@ class Workers:
         # vLLM measures the memory of its GPUs while it starts, which must not change meanwhile.
         alone = not (has_cuda() and gpus_are_shared(config))
         learner = (
-            LearnerProcess(base_model, log=log, config=config, load_at_start=alone)
+            LearnerProcess(
+                base_model, log=log, config=config, master=master, load_at_start=alone
+            )
             if trains
             else None
         )
