@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 
 from pydantic import SecretStr
 
-from launcher.errors import LauncherError
+from launcher.errors import ClusterNotFound, LauncherError, Unreachable
 from launcher.packaged import find_task
 from launcher.project import prepared
 from launcher.provider import Cost, Provider, live_server
@@ -107,7 +107,9 @@ class Workers:
         out, cause = io.StringIO(), None
         try:
             self._provider.read(self.head, RAY_HEAD, follow=False, tail=0, out=out)
-        except LauncherError as error:
+        except (ClusterNotFound, Unreachable):
+            raise
+        except LauncherError as error:  # there is no such file
             cause = error
         values = dict(_LINE.findall(out.getvalue()))
         if len(values) < 3:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 
-from launcher.errors import NoCapacity
+from launcher.errors import NoCapacity, RemoteError, Unreachable
 from launcher.provider import Cost, Run, RunStatus
 from launcher.skypilot.provider import SkyProvider
 from launcher.skypilot.testing import FakeSky
@@ -104,6 +104,28 @@ def test_a_server_without_ray_is_left_alone(invoke: Invoke, provider: FakeProvid
         "hint: Launch one that does with `launcher up art-multi-node -c NAME`\n"
     )
     assert workers(provider) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (RemoteError("tail: cannot open it"), "does not run on Ray"),
+        (Unreachable("Cluster `art` cannot be reached"), "Cluster `art` cannot be reached"),
+    ],
+)
+def test_a_head_that_cannot_be_reached_is_not_taken_for_one_without_ray(
+    invoke: Invoke,
+    provider: FakeProvider,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    message: str,
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(provider, "read", fails)
+    result = invoke("up", "task.yaml", "--workers", "1", provider=provider)
+    assert result.exit_code == 1 and message in result.stderr
 
 
 def test_a_launch_that_fails_says_how_many_workers_run(
