@@ -158,6 +158,7 @@ def test_a_ray_that_does_not_start_is_shown(home: Path) -> None:
 def test_a_machine_leaves_with_0_when_the_head_has_ended(home: Path, head: socket.socket) -> None:
     envs = {"RAY_GONE_S": "1", "RAY_NODE_IP": "127.0.0.7", "RAY_RESOURCES": '{"art_learner":1}'}
     envs |= {"SKYPILOT_NUM_GPUS_PER_NODE": "2"}
+    place = ":".join(address(head))
     with ray_cluster(home, "join", *address(head), **envs) as script:
         wait_for("waiting for Ray's head at 127.0.0.1:", script)
         wait_for("this machine has joined Ray's head", script)
@@ -167,7 +168,7 @@ def test_a_machine_leaves_with_0_when_the_head_has_ended(home: Path, head: socke
     ((pid, *arguments),) = started(home)
     assert not is_alive(pid)
     line = " ".join(arguments)
-    assert f"start --address {':'.join(script.args[2:4])} --num-gpus 2" in line  # type: ignore[index]
+    assert f"start --address {place} --num-gpus 2" in line
     assert '--node-ip-address 127.0.0.7 --resources {"art_learner":1}' in line
 
 
