@@ -10,7 +10,7 @@ from typing import TextIO
 from kit.state_dir import LOGS
 from launcher import bundle, checkpoints
 from launcher.checkpoints import PulledCheckpoint
-from launcher.endpoints import Endpoints, is_healthy
+from launcher.endpoints import Endpoints
 from launcher.errors import ClusterNotFound, LauncherError, RunNotFound
 from launcher.files import select
 from launcher.lease import describe_lease
@@ -24,22 +24,20 @@ from launcher.provider import (
     Progress,
     Provider,
     Run,
-    RunStatus,
     Sent,
     live_server,
 )
 from launcher.settings import Settings, read
 from launcher.startup import (
     BackgroundContext,
-    LogFollower,
-    activity,
     already_running,
     naming_the_cluster,
-    startup_error,
+    wait_for_server,
     write_price,
 )
 from launcher.state import add_secret_names, launch_lock, read_ports, secret_names, write_ports
 from launcher.task import Task, secret_values
+from launcher.workers import Workers
 
 # The log file for each name that `logs` accepts for a process of the server.
 _PROCESSES = {"engine": "engine", "vllm": "engine", "learner": "learner"}
@@ -116,8 +114,8 @@ class Cluster:
                 else:
                     progress(already_running(self.name, server, task, [*arguments, *options]))
                 write_ports(record, ports)
-                self._wait_until_healthy(server.id, tunnel, progress, log, interval)
-                write_price(self.provider, self.name)
+                wait_for_server(self.provider, self.name, server, tunnel, progress, log, interval)
+                write_price(self.provider, self.name, self.cost)
         return True
 
     @property
@@ -204,8 +202,33 @@ class Cluster:
     def runs(self) -> list[Run]:
         return self.provider.runs(self.name)
 
+    @property
+    def workers(self) -> Workers:
+        """Machines that lend engines to the server, each a cluster of its own."""
+        return Workers(self.name, self.provider, self.settings)
+
+    def scale(
+        self,
+        workers: int,
+        *,
+        spot: bool = False,
+        gpus: str | None = None,
+        progress: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        """Add workers until there are this many, or remove some, while the server runs.
+
+        `spot` and `gpus`, by default those of the server's machines, are for new workers.
+        """
+        self.workers.scale(workers, spot=spot, gpus=gpus, progress=progress)
+        write_price(self.provider, self.name, self.cost)
+
+    def costs(self) -> dict[str, Cost]:
+        """The cost of the cluster and of each of its workers, by name."""
+        return {self.name: self.provider.cost(self.name), **self.workers.costs()}
+
     def cost(self) -> Cost:
-        return self.provider.cost(self.name)
+        """The cost of the cluster with its workers. Workers that were removed do not count."""
+        return Cost.total(self.costs().values())
 
     def watch(self, to: Path, *, interval: float = 15.0) -> Iterator[list[PulledCheckpoint]]:
         """Pull every `interval` seconds until the newest run is over.
@@ -222,7 +245,7 @@ class Cluster:
     ) -> tuple[list[PulledCheckpoint], Cost | None]:
         """Pull the checkpoints to `pull_to`, then tear the cluster down; None discards them.
 
-        Returns the pulled checkpoints, and the cost of the cluster if there was one.
+        Its workers go first. Returns the pulled checkpoints, and the cost if there was a cluster.
         """
         status = self.status()
         pulled: list[PulledCheckpoint] = []
@@ -239,7 +262,10 @@ class Cluster:
         if status is not None:
             with contextlib.suppress(LauncherError):  # an unknown cost must not keep it up
                 spent = self.cost()
-        self.provider.down(self.name)
+        with contextlib.ExitStack() as last_first:  # whatever fails, it ends the others too
+            last_first.callback(self.provider.down, self.name)
+            for worker in self.workers.names():
+                last_first.callback(self.provider.down, worker)
         return pulled, spent
 
     @contextlib.contextmanager
@@ -269,30 +295,3 @@ class Cluster:
             f"Cluster `{self.name}` has no run `{run_id}`",
             hint=f"List its runs with `launcher ls -c {self.name}`",
         )
-
-    def _wait_until_healthy(
-        self,
-        run_id: str,
-        tunnel: BackgroundContext[Endpoints],
-        progress: Callable[[str], None],
-        log: TextIO | None,
-        interval: float,
-    ) -> None:
-        """Wait without a time limit while the run is alive: a setup may take long."""
-        started = time.monotonic()
-        with LogFollower(
-            lambda out: self.provider.logs(self.name, run_id, follow=True, tail=0, out=out)
-        ) as follower:
-            while True:
-                endpoints, next_check = tunnel.value(), time.monotonic() + interval
-                while time.monotonic() < next_check:
-                    if is_healthy(endpoints):
-                        return
-                    time.sleep(0.3)
-                run = self._run(run_id)
-                if run.status.over:
-                    raise startup_error(self.provider, self.name, run_id)
-                doing = activity(self.provider, self.name, run, log_shown=log is not None)
-                progress(f"{doing}… {time.monotonic() - started:.0f} s")
-                if log is not None and run.status is not RunStatus.PENDING:
-                    follower.start(log)

@@ -3,7 +3,7 @@
 A provider identifies clusters by name. Its methods raise no errors but `LauncherError`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -110,6 +110,13 @@ class Cost:
             return None
         return self.so_far + self.per_hour * max(self.lease_ends - now, 0) / 3600
 
+    @classmethod
+    def total(cls, costs: Iterable["Cost"]) -> "Cost":
+        """The cost of clusters that end with the first of them."""
+        first, *_ = every = list(costs)
+        so_far, per_hour = sum(it.so_far for it in every), sum(it.per_hour for it in every)
+        return cls(so_far, per_hour, first.hours, first.lease_ends)
+
 
 @dataclass(frozen=True)
 class Price:
@@ -155,6 +162,9 @@ class Provider(Protocol):
         called as soon as a tunnel can be opened. `arguments` are extra arguments for the
         provider (those of `sky launch`). Returns None if they request a dry run.
         """
+
+    def like(self, name: str) -> list[str]:
+        """Arguments for `launch` that request one machine like those of `name`, in that place."""
 
     def resume(self, name: str) -> Run | None:
         """Wait for a launch whose launcher has exited, and return the server that it started."""

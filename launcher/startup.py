@@ -4,14 +4,16 @@ import contextlib
 import io
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Generic, Self, TextIO, TypeVar, cast
 
 from kit.state_dir import PRICE
+from launcher.endpoints import Endpoints, is_healthy
 from launcher.errors import LauncherError, ProviderError
-from launcher.provider import CLUSTER_STATE_DIR, SETUP_FAILED, Provider, Run, RunStatus
+from launcher.provider import CLUSTER_STATE_DIR, SETUP_FAILED, Cost, Provider, Run, RunStatus
 from launcher.task import Task
 
 T = TypeVar("T")
@@ -145,6 +147,38 @@ def activity(provider: Provider, cluster: str, run: Run, *, log_shown: bool) -> 
     return "Setting up the server"
 
 
+def wait_for_server(
+    provider: Provider,
+    cluster: str,
+    server: Run,
+    tunnel: BackgroundContext[Endpoints],
+    progress: Callable[[str], None],
+    log: TextIO | None,
+    interval: float,
+) -> None:
+    """Wait until the server is healthy, without a time limit while its run is alive.
+
+    A setup may take long. See `Cluster.up` for `progress`, `log` and `interval`.
+    """
+    started = time.monotonic()
+    with LogFollower(
+        lambda out: provider.logs(cluster, server.id, follow=True, tail=0, out=out)
+    ) as follower:
+        while True:
+            endpoints, next_check = tunnel.value(), time.monotonic() + interval
+            while time.monotonic() < next_check:
+                if is_healthy(endpoints):
+                    return
+                time.sleep(0.3)
+            run = next((it for it in provider.runs(cluster) if it.id == server.id), None)
+            if run is None or run.status.over:
+                raise startup_error(provider, cluster, server.id)
+            doing = activity(provider, cluster, run, log_shown=log is not None)
+            progress(f"{doing}… {time.monotonic() - started:.0f} s")
+            if log is not None and run.status is not RunStatus.PENDING:
+                follower.start(log)
+
+
 def startup_error(provider: Provider, cluster: str, run_id: str) -> ProviderError:
     """Return the error that explains, from the end of its log, why a server did not start."""
     lines = _last_lines(provider, cluster, run_id, 100)
@@ -181,10 +215,10 @@ def _last_lines(provider: Provider, cluster: str, run_id: str, count: int = 20) 
     return [line.rstrip() for line in out.getvalue().splitlines() if line.strip()]
 
 
-def write_price(provider: Provider, name: str) -> None:
+def write_price(provider: Provider, name: str, cost: Callable[[], Cost]) -> None:
     """Tell the server what the cluster costs, for its page, which works without it too."""
     with contextlib.suppress(LauncherError, OSError):
-        price = provider.cost(name).per_hour
+        price = cost().per_hour
         if price > 0:
             with provider.writer(name, f"{CLUSTER_STATE_DIR}/{PRICE}") as write:
                 write(f"{price:.4f}\n")

@@ -70,6 +70,10 @@ class FakeProvider:
         reachable()
         return self._runs[name][-1]
 
+    def like(self, name: str) -> list[str]:
+        self.runs(name)
+        return ["--infra", "nowhere", "--gpus", "H100:2"]
+
     def resume(self, name: str) -> Run | None:
         return None
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import json
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ from typing import Self
 
 from tests.processes import descendants
 from tests.serving import free_port
-from trainer.machines.ray_cluster import token_for
+from trainer.machines.ray_cluster import LEARNER, token_for
 
 ACTOR = "ray::MachineActor"
 ENGINE = "trainer.engines.embedded_worker"
@@ -58,7 +59,8 @@ class RayHosts:
     def join(self, number: int = 2) -> str:
         """Add a machine, and return its address."""
         address = f"{self._network}.{number}"
-        self._start(address, "--address", self.address, "--num-cpus=1")
+        resources = json.dumps({LEARNER: 1})
+        self._start(address, "--address", self.address, "--num-cpus=1", "--resources", resources)
         return address
 
     def leave(self, address: str) -> None:

@@ -33,6 +33,7 @@ from launcher.cli.runs import cancel, run
 from launcher.cli.target import Target, on_cluster
 from launcher.cli.tasks import tasks
 from launcher.cli.tunnel import open_page, tunnel
+from launcher.cli.workers import WorkerOptions, with_workers
 
 SHOWN = 20
 """How many sent and how many removed files `sync` lists."""
@@ -81,6 +82,7 @@ def cli() -> None:
     metavar="DIR",
     help="Serve the pulled checkpoint in DIR, and train nothing.",
 )
+@with_workers
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[TASK] [SKY ARGUMENT]...")
 def up(
     target: Target,
@@ -91,6 +93,7 @@ def up(
     no_lease: bool,
     model: str | None,
     checkpoint: Path | None,
+    workers: WorkerOptions,
     arguments: tuple[str, ...],
 ) -> None:
     """Bring a cluster up with TASK and wait until its server is healthy.
@@ -103,20 +106,28 @@ def up(
     The cluster stops itself at the end of its lease: after --max-hours, when idle, or at
     --max-cost. `.env` can change the defaults.
 
+    --workers adds machines to a server on Ray, or removes them while it runs. Without TASK the
+    server is then `art-multi-node` on one machine. The workers end with the server.
+
     \b
     Example:
       launcher up
       launcher up art-cpu -c rehearsal --infra slurm
       launcher up --local --env BASE_MODEL=tiny-random
       launcher up --for Qwen/Qwen2.5-7B-Instruct --max-cost 20
+      launcher up --workers 3 --spot
       launcher up --local --from checkpoints/demo/models/demo/checkpoints/0008
     """
     from launcher.checkpoints import base_model_of, with_checkpoint
     from launcher.lease import Lease
+    from launcher.packaged import find_task
     from launcher.task import Task
 
     cluster = target.cluster
-    path, rest = _split(arguments, target.local)
+    default = workers.default_task or ("sky/art-cpu.yaml" if target.local else "sky/art.yaml")
+    given_task, rest = _split(arguments, target.local)
+    path = find_task(given_task or default)
+    workers.check(target, path, max_cost)
     planned: dict[str, str] = {}
     given = dict(map(_assignment, envs))
     if (model or checkpoint) and "BASE_MODEL" in given:
@@ -138,6 +149,8 @@ def up(
         envs={**planned, **given},
         lease=lease,
     )
+    if workers.count is not None and given_task is None:
+        task = workers.on_one_machine(task)
     if checkpoint is not None:
         task = with_checkpoint(task, checkpoint)
     flags = {"--env": envs, "--for": model, "--from": checkpoint}
@@ -149,6 +162,7 @@ def up(
         note("Nothing was launched")
         return
     where = target.options
+    workers.apply(target)
     note(f"Cluster `{cluster.name}` is up and its server is healthy")
     if not target.local:
         note(f"Log in with `ssh {cluster.name}`")
@@ -229,21 +243,18 @@ def down(target: Target, to: Path, discard: bool, yes: bool, as_json: bool) -> N
         note(f"Report: {report}")
 
 
-def _split(arguments: tuple[str, ...], local: bool) -> tuple[Path, list[str]]:
-    """Split `arguments` into the task and those for `sky launch`."""
-    from launcher.packaged import find_task
-
+def _split(arguments: tuple[str, ...], local: bool) -> tuple[str | None, list[str]]:
+    """Split `arguments` into the task, if one is given, and those for `sky launch`."""
     positional, options = list(arguments), list[str]()
-    default = "sky/art-cpu.yaml" if local else "sky/art.yaml"
     if any(argument.startswith("-") for argument in arguments):
         if local:
-            return find_task(default), list(arguments)  # the provider names and refuses them
+            return None, list(arguments)  # the provider names and refuses them
         from launcher.skypilot.door import split_arguments
 
         positional, options = split_arguments(arguments)
     if len(positional) > 1:
         raise click.UsageError(f"`{positional[1]}` is a second task: give only one")
-    return find_task(positional[0] if positional else default), options
+    return positional[0] if positional else None, options
 
 
 def _assignment(text: str) -> tuple[str, str]:

@@ -157,18 +157,26 @@ def pull(target: Target, to: Path, watch: bool, every: float, as_json: bool) -> 
 def cost(target: Target, as_json: bool) -> None:
     """Show what a cluster costs.
 
-    Shows the cost so far, per hour, and by the end of its lease.
+    Shows the cost so far, per hour, and by the end of its lease. Workers count too; those that were
+    removed do not.
 
     \b
     Example:
       launcher cost
       launcher cost --json
     """
-    spent = target.cluster.cost()
+    from launcher.provider import Cost
+
+    costs = target.cluster.costs()
+    spent = Cost.total(costs.values())
+    workers = list(costs)[1:]
     if as_json:
-        data({**vars(spent), "projected": spent.projected(time.time())})
+        each = [{"name": name, **vars(costs[name])} for name in workers]
+        data({**vars(spent), "projected": spent.projected(time.time()), "workers": each})
         return
     click.echo(dollars(spent))
+    for name in costs if workers else ():
+        click.echo(f"{name}\t${costs[name].so_far:.2f}\t${costs[name].per_hour:.2f} an hour")
 
 
 @click.command()

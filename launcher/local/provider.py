@@ -93,6 +93,9 @@ class LocalProvider:
         reachable()
         return started
 
+    def like(self, name: str) -> list[str]:
+        return []  # there is only this machine
+
     def resume(self, name: str) -> Run | None:
         return None  # a launch never outlives its launcher
 
@@ -167,11 +170,7 @@ class LocalProvider:
         globs = [f"{pattern}/*" if pattern.endswith("**") else pattern for pattern in patterns]
         found = {path for glob in globs for path in base.glob(glob) if path.is_file()}
         targets = {path: to / path.relative_to(base) for path in sorted(found)}
-        new = [
-            path
-            for path, target in targets.items()
-            if checksum or not same_size_and_time(path, target)
-        ]
+        new = [it for it in targets if checksum or not same_size_and_time(it, targets[it])]
         total, done = sum(path.stat().st_size for path in new), 0
         for path in new:
             targets[path].unlink(missing_ok=True)

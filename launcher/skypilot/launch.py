@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from launcher.errors import LauncherError, ProviderError
+from launcher.errors import ClusterNotFound, LauncherError, ProviderError
 from launcher.files import record_sent, select, sendable
 from launcher.lease import hours_within
 from launcher.provider import SETUP, Cost, Run, RunStatus, live_server
@@ -61,6 +61,23 @@ def launch(
     if plan.route is Route.SETUP_FIRST:
         _wait_for_setup(name, setup_run or _launched_job(name, SETUP))
     return _start_server(name, plan, cost)
+
+
+def like(name: str) -> list[str]:
+    """See `Provider.like`."""
+    record = _record(name)
+    if record is None:
+        raise ClusterNotFound(f"There is no cluster `{name}`")
+    launched = record["handle"].launched_resources
+    cloud, cards = str(launched.cloud).lower(), dict(launched.accelerators or {})
+    gpus = ",".join(f"{card}:{count:g}" for card, count in cards.items())
+    arguments = ["--infra", "/".join(filter(None, (cloud, launched.region))), "--gpus"]
+    arguments.append(gpus or "none")
+    if not gpus or cloud == "slurm":  # elsewhere the machine comes with its GPUs
+        sizes = {"--cpus": launched.cpus, "--memory": launched.memory}
+        for option, size in sizes.items():
+            arguments += [option, str(size)] if size else []
+    return arguments
 
 
 def resume(name: str) -> Run | None:

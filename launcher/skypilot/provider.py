@@ -37,6 +37,9 @@ class SkyProvider:
         refuse_unignored_env_file(task.config.get("workdir"))
         return sky_launch.launch(name, task, arguments, reachable=reachable, cost=self.cost)
 
+    def like(self, name: str) -> list[str]:
+        return sky_launch.like(name)
+
     def resume(self, name: str) -> Run | None:
         return sky_launch.resume(name)
 

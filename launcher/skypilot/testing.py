@@ -122,6 +122,7 @@ class FakeSky:
     clouds: Sequence[str] = ("aws",)
     """Enabled clouds. The first one gets every new cluster."""
     cpus: str | None = "4"
+    memory: str | None = "8"
     accelerators: dict[str, int] | None = None
     records: dict[str, Any] = field(default_factory=dict)
     """The records that `status` returns, by cluster."""
@@ -154,7 +155,8 @@ class FakeSky:
 
     def make_cluster(self, name: str, status: FakeStatus = FakeStatus.UP, **record: Any) -> None:
         """Add a cluster; `record` replaces parts of what `status` returns for it."""
-        size = {"cloud": self.clouds[0], "cpus": self.cpus, "accelerators": self.accelerators}
+        size = {"cpus": self.cpus, "memory": self.memory, "accelerators": self.accelerators}
+        size |= {"cloud": self.clouds[0], "region": "here"}
         self.records[name] = {
             "name": name,
             "status": status,

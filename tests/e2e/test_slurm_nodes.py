@@ -107,8 +107,8 @@ def test_two_machines_sample_and_train_as_one_and_a_killed_one_loses_no_request(
     laptop: Any,
 ) -> None:
     python = PYTHON.format(clone=laptop.clone)
-    # The learner's processes meet at the port below the one of the nodes.
-    overrides = {"ENGINE": "embedded", "NODES_PORT": laptop.free_ports()[1]}
+    learner_port, ray_port = laptop.free_ports()
+    overrides = {"ENGINE": "embedded", "LEARNER_PORT": learner_port, "RAY_PORT": ray_port}
     overrides |= {"BASE_MODEL": "tiny-random"}
     envs = " ".join(f"--env {name}={value}" for name, value in overrides.items())
     laptop.run(

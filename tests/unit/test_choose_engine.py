@@ -12,7 +12,7 @@ from trainer.engines.vllm import VllmEngine
 from trainer.engines.vllm_args import check, flags, rank_for
 from trainer.errors import Unsupported, WorkerDied
 from trainer.learner.process import LearnerProcess
-from trainer.machines.replicas import Replicas, with_other_machines
+from trainer.machines.replicas import Replicas
 from trainer.processes.worker import Worker, gpu_environment
 
 

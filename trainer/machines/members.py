@@ -63,7 +63,7 @@ class Members:
                 await self._forget(machine)
             for machine in machines:
                 if machine not in self._keeping:
-                    self._numbers[machine] = self._lowest_free_number()
+                    self._numbers[machine] = self._lowest_free_number() if machine.learns else None
                     self._keeping[machine] = asyncio.create_task(self._keep(machine))
             await asyncio.sleep(LOOK_EVERY)
 

@@ -21,6 +21,7 @@ from kit.types import Json
 from trainer.errors import TrainerError, WorkerDied
 
 NAMESPACE = "art"
+LEARNER = "art_learner"  # resource of machines that may train
 PLACED_WITHIN = 60.0  # seconds; a machine whose GPUs somebody else uses is tried again later
 
 
@@ -33,6 +34,8 @@ class Machine:
     address: str
     cpus: float
     gpus: float
+    learns: bool
+    """Whether it may train: one that can be taken away at any time only samples."""
 
 
 def token_for(key: str) -> str:
@@ -53,6 +56,8 @@ def connect(address: str, key: str) -> "RayCluster":
             "`--ray` needs Ray, which is not installed", hint=how_to_install("ray")
         ) from error
     logging.getLogger("ray").setLevel(logging.ERROR)
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS", address)
     host = address.rpartition(":")[0]
     try:
         ray.init(
@@ -93,6 +98,7 @@ class RayCluster:
                 address=node["NodeManagerAddress"],
                 cpus=node["Resources"].get("CPU", 0.0),
                 gpus=node["Resources"].get("GPU", 0.0),
+                learns=LEARNER in node["Resources"],
             )
             for node in nodes
             if node["Alive"] and node["NodeID"] != self._own_id

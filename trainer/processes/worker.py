@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 PARENT_VARIABLE = "ART_PARENT_PID"  # the pid of the parent, which may die before the child checks
 ERROR, HINT = "error: ", "hint: "  # how the lines of an error in a log begin
 OUT_OF_MEMORY = 77  # exit code of a process that does not fit on the GPU
-_KEY_NAME = re.compile(r"_(API|SECRET|PUBLIC)_KEY$")  # such as ART_API_KEY and OPENAI_API_KEY
+# Such as ART_API_KEY and OPENAI_API_KEY, and Ray's token, which lets one run code on all machines.
+_KEY_NAME = re.compile(r"_(API|SECRET|PUBLIC)_KEY$|^RAY_AUTH_TOKEN")
 LIMIT = 1 << 30  # bytes in one line: a train request holds every trajectory of a step
 
 # How OpenMP threads wait for each other. On a machine with idle cores, most waits are shorter than
