@@ -45,7 +45,9 @@ class RayHosts:
 
     def __enter__(self) -> Self:
         host, _, port = self.address.rpartition(":")
-        self._start(host, "--head", "--port", port, "--include-dashboard=false", "--num-cpus=0")
+        alone = ("--include-dashboard=false", "--no-monitor", "--num-cpus=0")
+        client = ("--ray-client-server-port", str(free_port()))
+        self._start(host, "--head", "--port", port, *alone, *client)
         while "Ray runtime started" not in (told := (self._directory / host / LOG).read_text()):
             assert self._machines[host].poll() is None, told
             time.sleep(0.1)

@@ -17,7 +17,7 @@ CONFIG = ServerConfig(engine="embedded")
 
 
 @asynccontextmanager
-async def engines(directory: Path, hosts: RayHosts) -> AsyncIterator[Replicas]:
+async def engines_of(hosts: RayHosts, directory: Path) -> AsyncIterator[Replicas]:
     """Join a cluster, and serve with the machines that it has."""
     own = EmbeddedEngine(resolve("tiny-random"), log=directory / "own.log")
     cluster = await asyncio.to_thread(connect, hosts.address, KEY)

@@ -11,13 +11,11 @@ import pytest
 
 from kit.manifest import write_manifest
 from tests.contract.loras import write_lora
-from tests.contract.nodes import engines, ready, wait_until
+from tests.contract.nodes import engines_of, ready, wait_until
 from tests.processes import wait_until_gone
 from tests.ray_cluster import ACTOR, ENGINE, RayHosts
 from trainer.engines.embedded import EmbeddedEngine
 from trainer.engines.engine import Delta, SampleRequest
-from trainer.errors import TrainerError
-from trainer.machines.ray_cluster import connect
 from trainer.machines.remote_engine import RemoteEngine
 from trainer.machines.replicas import Replicas
 
@@ -61,7 +59,7 @@ async def all_finish(rollouts: list[asyncio.Task[list[Delta]]]) -> None:
 async def test_requests_are_balanced_and_survive_a_killed_actor(
     hosts: RayHosts, other: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with engines(tmp_path, hosts) as replicas:
+    async with engines_of(hosts, tmp_path) as replicas:
         await replicas.load("run@1", write_lora(tmp_path / "0001", seed=1))
         expected = await sample(replicas, lora="run@1")
         await ready(replicas)
@@ -89,7 +87,7 @@ async def test_a_damaged_lora_is_rejected_there_and_still_served_here(
     weights = path / "adapter_model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    async with engines(tmp_path, hosts) as replicas:
+    async with engines_of(hosts, tmp_path) as replicas:
         await ready(replicas)
         await replicas.load("run@1", path)
         assert len(replicas._ready) == 1
@@ -104,7 +102,7 @@ async def test_a_damaged_lora_is_rejected_there_and_still_served_here(
 async def test_a_dead_engine_restarts_while_the_other_one_answers(
     hosts: RayHosts, other: str, tmp_path: Path, where: str
 ) -> None:
-    async with engines(tmp_path, hosts) as replicas:
+    async with engines_of(hosts, tmp_path) as replicas:
         await replicas.load("run@1", write_lora(tmp_path / "0001", seed=1))
         await ready(replicas)
         first = remote_engine_of(replicas)
@@ -123,7 +121,7 @@ async def test_a_dead_engine_restarts_while_the_other_one_answers(
 async def test_machines_join_and_leave_while_requests_run(
     hosts: RayHosts, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with engines(tmp_path, hosts) as replicas:
+    async with engines_of(hosts, tmp_path) as replicas:
         await replicas.load("run@1", write_lora(tmp_path / "0001", seed=1))
         await ready(replicas)
         rollouts = roll_out(replicas)
@@ -141,15 +139,8 @@ async def test_machines_join_and_leave_while_requests_run(
 async def test_a_server_that_stops_ends_the_engines_of_other_machines(
     hosts: RayHosts, other: str, tmp_path: Path
 ) -> None:
-    async with engines(tmp_path, hosts) as replicas:
+    async with engines_of(hosts, tmp_path) as replicas:
         await ready(replicas)
         pids = [hosts.pid(other, name) for name in (ACTOR, ENGINE)]
         await replicas.stop()
         wait_until_gone(pids)
-
-
-def test_another_key_is_refused(hosts: RayHosts, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    with pytest.raises(TrainerError, match=f"Cannot join the Ray cluster `{hosts.address}`"):
-        connect(hosts.address, "guess")

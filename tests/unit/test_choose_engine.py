@@ -1,5 +1,7 @@
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -8,6 +10,7 @@ from kit.errors import ConfigError, NotInstalled
 from trainer.base_model.resolve import resolve
 from trainer.config import ServerConfig
 from trainer.engines import choose
+from trainer.engines.embedded import EmbeddedEngine
 from trainer.engines.vllm import VllmEngine
 from trainer.engines.vllm_args import check, flags, rank_for
 from trainer.errors import Unsupported, WorkerDied
@@ -71,12 +74,9 @@ def test_fp8_needs_vllm_on_a_gpu_and_applies_to_both_engine_and_learner(
     engine = choose.create_engine(config, resolve("tiny-random"), tmp_path)
     assert isinstance(engine, VllmEngine)
     assert engine._arguments["quantization"] == "fp8_per_channel"
-    joined = {"nodes_host": "127.0.0.1", "api_key": "secret"}
-    joinable = ServerConfig.model_validate({**config.model_dump(), **joined})
-    several = with_other_machines(engine, joinable, "base")
-    assert isinstance(several, Replicas)
-    settings = several._join_settings.engine_settings
-    assert settings["engine_args"] == {"quantization": "fp8_per_channel"}
+    cluster: Any = SimpleNamespace(address="10.0.0.1")
+    several = Replicas(engine, config, "base", cluster)._settings(None)
+    assert several["settings"]["engine_args"] == {"quantization": "fp8_per_channel"}
     learner = LearnerProcess("base", log=tmp_path / "log", config=config)
     assert learner._worker._command[-2:] == ["--quantization", "fp8"]
     for change, match in (
@@ -88,9 +88,21 @@ def test_fp8_needs_vllm_on_a_gpu_and_applies_to_both_engine_and_learner(
     with pytest.raises(ConfigError, match="needs nodes to be 1"):
         validate(
             ServerConfig,
-            {"nodes": 2, "nodes_host": "10.0.0.1", "quantization": "fp8"},
+            {"nodes": 2, "ray": "auto", "quantization": "fp8"},
             source="here",
         )
+
+
+def test_machines_that_train_get_the_heads_devices_and_others_use_all_of_theirs() -> None:
+    cluster: Any = SimpleNamespace(address="10.0.0.1")
+    config = ServerConfig(
+        engine="embedded", ray="auto", nodes=2, engine_devices="0", learner_devices="1,2"
+    )
+    replicas = Replicas(EmbeddedEngine(Path("model"), log=Path("log")), config, "base", cluster)
+    second, third = replicas._settings(1), replicas._settings(None)
+    assert second["learner"] == {"master": "10.0.0.1:7997", "nodes": 2, "number": 1}
+    assert second["settings"]["learner_devices"] == "1,2"
+    assert third["learner"] is None and "engine_devices" not in third["settings"]
 
 
 async def test_a_worker_sees_only_its_assigned_gpus(tmp_path: Path) -> None:

@@ -73,20 +73,8 @@ def test_both_names_of_the_idle_flag_together_are_rejected(tmp_path: Path) -> No
 def test_listening_on_a_public_address_requires_a_key(tmp_path: Path) -> None:
     result = run("serve", "--host", "0.0.0.0", cwd=tmp_path)
     assert_reported(result, "Refusing to listen on `0.0.0.0` without a key")
-    result = run("serve", "--nodes-host", "127.0.0.1", cwd=tmp_path)
-    assert_reported(result, "Refusing to accept engines on `127.0.0.1` without a key")
-    result = run("engine", "--head", "http://127.0.0.1:9", cwd=tmp_path)
-    assert_reported(result, "The head requires a key")
-
-
-def test_an_unreachable_head_ends_the_engine(tmp_path: Path) -> None:
-    head = ("--head", "http://127.0.0.1:9", "--patience", "0.0001")
-    result = run("engine", *head, cwd=tmp_path, ART_API_KEY="sesame")
-    assert result.returncode == 1
-    assert "error: The head `http://127.0.0.1:9` was unreachable for 0.0001 minutes" in (
-        result.stderr
-    )
-    assert_reported(run("engine", "--head", "nowhere", cwd=tmp_path), "`head`")
+    result = run("serve", "--ray", "127.0.0.1:9", cwd=tmp_path)
+    assert_reported(result, "Refusing to join the Ray cluster `127.0.0.1:9` without a key")
 
 
 def test_a_missing_base_model_is_reported(tmp_path: Path) -> None:

@@ -33,7 +33,9 @@ def devices(command: Any) -> Any:
 @click.option("--openai-port", type=int, help="Port of the OpenAI API.  [8000]")
 @click.option("--state-dir", help="Directory for checkpoints and logs.  [.art]")
 @devices
-@click.option("--ray", metavar="ADDRESS", help="Use the machines of a Ray cluster: auto, HOST:PORT.")
+@click.option(
+    "--ray", metavar="ADDRESS", help="Use the machines of a Ray cluster: auto, HOST:PORT."
+)
 @click.option("--nodes", type=int, metavar="N", help="Machines that train together.  [1]")
 @click.option("--learner-port", type=int, metavar="PORT", help="Where learners meet.  [7997]")
 @click.option("--keep-rollouts", metavar="SIZE", help="Disk space for trained attempts.  [2GB]")

@@ -1,4 +1,4 @@
-"""Membership: an engine on every machine of the Ray cluster, for as long as the machine is there."""
+"""Membership: an engine on every machine of a Ray cluster, for as long as the machine is there."""
 
 import asyncio
 import logging

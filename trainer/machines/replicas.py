@@ -253,6 +253,8 @@ class Replicas:
         if number is not None:
             # The learner has the same number of GPUs on every machine. A machine that only samples
             # uses all of its GPUs for that.
-            settings |= {name: getattr(config, name) for name in ("engine_devices", "learner_devices")}
+            settings |= {
+                name: getattr(config, name) for name in ("engine_devices", "learner_devices")
+            }
             learner = {"master": self.learner_address, "nodes": config.nodes, "number": number}
         return {"base_model": self._base_model, "settings": settings, "learner": learner}

@@ -99,9 +99,7 @@ class Workers:
         # vLLM measures the memory of its GPUs while it starts, which must not change meanwhile.
         alone = not (has_cuda() and gpus_are_shared(config))
         learner = (
-            LearnerProcess(
-                base_model, log=log, config=config, master=master, load_at_start=alone
-            )
+            LearnerProcess(base_model, log=log, config=config, master=master, load_at_start=alone)
             if trains
             else None
         )

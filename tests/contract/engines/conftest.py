@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.contract.nodes import both_ready, head, node
+from tests.contract.nodes import engines_of, ready
+from tests.ray_cluster import RayHosts
 from tests.serving import vllm_python
 from trainer.base_model.resolve import resolve
 from trainer.engines.choose import vllm_program
@@ -41,18 +42,19 @@ async def engines(
             await asyncio.gather(embedded.stop(), vllm.stop())
 
 
-@pytest_asyncio.fixture(loop_scope="session", scope="session")
+@pytest_asyncio.fixture(loop_scope="session", scope="package")  # a process joins one cluster
 async def replicas(
     tmp_path_factory: pytest.TempPathFactory, art_cache: str
 ) -> AsyncIterator[Replicas]:
-    """Two embedded engines that act as one; the second runs in `trainer engine`."""
+    """Two embedded engines that act as one; the second is on another machine of a Ray cluster."""
     directory = tmp_path_factory.mktemp("replicas")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ART_CACHE", art_cache)
         patch.setenv("OMP_NUM_THREADS", "1")
-        async with head(directory) as replicas:
-            with node(replicas, directory):
-                await both_ready(replicas)
+        with RayHosts(directory) as hosts:
+            hosts.join()
+            async with engines_of(hosts, directory) as replicas:
+                await ready(replicas)
                 yield replicas
 
 
