@@ -37,6 +37,7 @@ run: |
 PYTHON = "LITELLM_LOCAL_MODEL_COST_MAP=True {clone}/.venv/bin/python {clone}/tests/e2e"
 WORLD = ("TORCHELASTIC_RUN_ID", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SERVES = "is ready; replicas: 2"
+ACTOR, SERVER = "ray::", "\0serve\0"
 pytestmark = pytest.mark.timeout(1800)
 
 
@@ -127,26 +128,36 @@ def test_two_machines_sample_and_train_as_one_and_a_killed_one_loses_no_request(
         assert all(place["GROUP_RANK"] == place["SKYPILOT_NODE_RANK"] for place in places)
         (world,) = {tuple(place[name] for name in WORLD) for place in places}
         assert world[:2] == ("learner", "2"), world
-        engine = node_engine()
+        engine = engine_of(ACTOR)
         idle = ticks(engine)
         rollouts = laptop.start(f"{exports}; {python}/roll_out.py tiny 16 200 {enough}")
         try:
             # It samples: two tenths of a second of a CPU are more than a heartbeat takes.
             until(lambda: ticks(engine) > idle + 20, lambda: f"{rollouts.poll()}\n{server_log()}")
             served = server_log().count(SERVES)
-            os.kill(parent(engine), signal.SIGKILL)  # `trainer engine` itself, and so its engine
+            os.kill(parent(engine), signal.SIGKILL)  # the actor, and so its engine
             until(lambda: "is lost with" in server_log(), server_log)
+            # Ray starts the actor again, and a third machine comes and goes.
+            until(lambda: server_log().count(SERVES) > served, server_log)
+            laptop.run(f"{LAUNCHER} up --workers 1")
+            until(lambda: "is ready; replicas: 3" in server_log(), server_log)
+            laptop.run(f"{LAUNCHER} up --workers 0")
+            until(lambda: "has left the cluster" in server_log(), server_log)
         finally:
             enough.touch()
             told = json.loads(laptop.finish(rollouts))
         assert told["answers"] >= 16
         assert told["choices"] == told["finished"] == 4 * told["answers"]
+        # A server that is killed comes back to the engines of the other machine.
+        engine, served = engine_of(ACTOR), server_log().count(SERVES)
+        os.kill(parent(engine_of(SERVER)), signal.SIGKILL)
         until(lambda: server_log().count(SERVES) > served, server_log)
+        assert engine_of(ACTOR) == engine
         # The learner's world was broken by that too, and is whole again.
         laptop.run(f"{exports}; {python}/train_until.py tiny 3 0")
     server = laptop.run(f"{LAUNCHER} logs server --no-follow")
     assert re.search(r"`art-n2` is lost with [1-9]\d* choices under way", server), server
-    learner = laptop.run("ssh -q art cat sky_workdir/.art/nodes/art-n2/logs/learner.log")
+    learner = laptop.run("ssh -q art cat 'sky_workdir/.art/nodes/art-n2-*/logs/learner.log'")
     assert learner.count("process 1 of 2 has joined") >= 2
     history = laptop.run("ssh -q art cat sky_workdir/.art/e2e/models/tiny/history.jsonl")
     rows = [json.loads(line) for line in history.splitlines()]
@@ -174,13 +185,12 @@ def running(module: str) -> Iterator[int]:
                 yield int(path.parent.name)
 
 
-def node_engine() -> int:
-    """The process that samples on the second machine: a child of `trainer engine`."""
+def engine_of(owner: str) -> int:
+    """The process that samples for the server, or for Ray's actor on the second machine."""
     for pid in running("trainer.engines.embedded_worker"):
-        above = Path(f"/proc/{parent(pid)}/cmdline").read_text()
-        if "engine" in above.split("\0"):  # of the head it is a child of `trainer serve`
+        if owner in Path(f"/proc/{parent(pid)}/cmdline").read_text():
             return pid
-    raise AssertionError("no engine runs on the second machine")
+    raise AssertionError(f"no engine belongs to {owner!r}")
 
 
 def ticks(pid: int) -> int:

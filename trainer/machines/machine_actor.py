@@ -153,7 +153,7 @@ class MachineActor:
             await self._peers.stop()
         else:
             await self._peers.join(base_model, config.learner_devices, **learner)
-        parameters = {"base_model": base_model, "settings": settings, "asked": asked}
+        parameters: Json = {"base_model": base_model, "settings": settings, "asked": asked}
         parameters |= {"devices": config.engine_devices, "trains": trains}
         if self._engine and self._started_with != parameters:
             await self._engine.stop()
