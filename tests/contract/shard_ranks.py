@@ -64,7 +64,7 @@ def same(one: Tensor, other: Tensor) -> bool:
 
 
 def gradients(model: Path) -> dict[str, Any]:
-    """The largest relative error of each form's logprobs and gradients, and the compiled graphs."""
+    """The largest relative error of each form's logprobs and gradients, and what backward keeps."""
     row = forked_row()
     exact = results(load(model, None), row)
     errors: dict[str, float] = {}
@@ -76,9 +76,31 @@ def gradients(model: Path) -> dict[str, Any]:
     for recompute in (False, True):
         policy.activation_checkpointing = recompute
         errors[f"compiled, recompute={recompute}"] = worst(results(policy, row), exact)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     off = float((exact["without LoRA"] - exact["with LoRA"]).abs().max())
-    return {"errors": errors, "graphs": graphs, "effect of the LoRA": off}
+    return {
+        "errors": errors,
+        "graphs": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+        "effect of the LoRA": off,
+        **weights_for_backward(policy, row),
+    }
+
+
+def weights_for_backward(policy: Policy, row: Row) -> dict[str, int]:
+    """How many frozen weights the backward pass will use: gathered again, or kept until then."""
+    policy.activation_checkpointing = False
+    frozen = [one for name, one in policy.layers.named_parameters() if ".lora_" not in name]
+    shapes = {tuple(one.shape) for one in frozen if one.dim() == 2}
+    saved: list[Tensor] = []
+
+    def save(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        row_logprobs(policy, row)
+    weights = [one for one in saved if {tuple(one.shape), tuple(one.shape[::-1])} & shapes]
+    kept = [one for one in weights if one.untyped_storage().nbytes()]
+    return {"gathered again": len(weights) - len(kept), "kept": len(kept)}
 
 
 def load(model: Path, form: Form | None) -> Policy:

@@ -86,12 +86,14 @@ def test_compiled_layers_of_two_processes_give_the_gradients_of_one(
             assert error < 1e-4, name
         # With gradients, without, and without the LoRA: all layers share each.
         assert found["graphs"] == 3
+        # Four in each of two layers. FSDP releases the memory of those that autograd has saved.
+        assert (found["gathered again"], found["kept"]) == (8, 0)
 
 
 async def test_no_process_ever_holds_the_whole_model(tmp_path: Path) -> None:
-    parameters = write_model(tmp_path / "model", {**SHAPE, "num_hidden_layers": 8})
+    parameters = write_model(tmp_path / "model", {**SHAPE, "num_hidden_layers": 16})
     whole = 4 * parameters  # in fp32
-    assert whole > 400 * 2**20
+    assert whole > 900 * 2**20
     for found in await memory_to_load(tmp_path / "model", 2, tmp_path / "log"):
-        # FSDP itself, which is imported meanwhile, takes some 60 MB.
+        # FSDP and AdamW import modules of torch meanwhile, about 150 MB.
         assert whole / 2 < found.peak < 0.75 * whole
