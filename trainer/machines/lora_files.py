@@ -43,7 +43,7 @@ class Broadcast:
     async def reference(self, path: Path, digest: str) -> Any:
         async with self._putting:
             if digest not in self._references:
-                content = await asyncio.to_thread(numpy.fromfile, path, numpy.uint8)
+                content = numpy.memmap(path, numpy.uint8, mode="r")  # copied once, into the store
                 while len(self._references) >= KEPT:  # machines that still fetch it have their own
                     del self._references[next(iter(self._references))]
                 self._references[digest] = await self._cluster.put(content)

@@ -28,7 +28,6 @@ from trainer.machines.peers import Peers
 from trainer.processes.rpc import write_error
 
 logger = logging.getLogger(__name__)
-GATHERED = 0.001  # seconds in which replies wait for others; a token takes longer to sample
 
 
 class MachineActor:
@@ -72,7 +71,7 @@ class MachineActor:
         yield []  # calls of this session are answered from here on
         while True:
             batch = [await outbox.get()]
-            await asyncio.sleep(GATHERED)
+            await asyncio.sleep(0)  # let others add theirs
             while not outbox.empty():
                 batch.append(outbox.get_nowait())
             yield [reply for reply in batch if reply is not None]
