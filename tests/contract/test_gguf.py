@@ -105,7 +105,7 @@ def logprobs_of(policy: Policy, prompt: list[int], answer: list[int]) -> torch.T
 
 @dataclass(frozen=True)
 class Answer:
-    """200 tokens that llama.cpp sampled, with its logprobs."""
+    """Up to 200 tokens that llama.cpp sampled, with its logprobs."""
 
     prompt: list[int]
     ids: list[int]
@@ -117,7 +117,7 @@ class Answer:
         body = {"prompt": prompt, "n_predict": TOKENS, "n_probs": 1, **SAMPLING}
         answer = server.post("/completion", json=body).raise_for_status().json()
         found = answer["completion_probabilities"]
-        assert len(found) == TOKENS
+        assert len(found) > TOKENS // 2  # where it ends depends on the CPU
         logprobs = torch.tensor([token["logprob"] for token in found])
         return cls(prompt, [token["id"] for token in found], logprobs)
 

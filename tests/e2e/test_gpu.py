@@ -6,18 +6,23 @@ each sequence alone, by at most half.
 
 import logging
 import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from bench.loading import write_model
 from trainer.base_model.architecture import parse_architecture
 from trainer.config import LoraConfig
 from trainer.learner.gradient import row_logprobs
 from trainer.learner.pack import Row, Sample, pack
 from trainer.policy.attention import inverse_frequencies
 from trainer.policy.compiled import CompiledLayers
-from trainer.policy.model import Policy, assemble, init_lora
+from trainer.policy.model import Policy, assemble, init_lora, load_model
 
 logger = logging.getLogger(__name__)
 pytestmark = [
@@ -165,6 +170,47 @@ def test_compiled_fp32_layers_equal_plain_ones_up_to_rounding() -> None:
     mean, greatest, gradient = errors(compiled, exact)
     logger.info("fp32: mean %s, greatest %s, gradient %s", mean, greatest, gradient)
     assert greatest < 2e-3 and gradient < 2e-3  # flex attention computes products in tf32
+
+
+@pytest.fixture
+def world_of_one() -> Iterator[None]:
+    """FSDP shards and gathers in one process as in several, on one GPU."""
+    store = dist.HashStore()
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.usefixtures("world_of_one")
+def test_compiled_layers_of_a_sharded_policy_compute_as_those_of_a_whole_one(
+    tmp_path: Path, family: str, recompute: bool
+) -> None:
+    shape = {"model_type": family, **SHAPE, "head_dim": HEADS[family]}
+    write_model(tmp_path / "model", shape)
+    packed = pack(named(samples_of(3)), length=2048)
+    forms: tuple[Literal["compiled"] | None, ...] = (None, "compiled")
+    found = []
+    for form in forms:
+        policy = load_model(
+            tmp_path / "model",
+            lora=LoraConfig(rank=8),
+            dtype=torch.bfloat16,
+            device=torch.device("cuda"),
+            sharded_for=form,
+        )
+        for name, parameter in policy.trainable().items():
+            if "lora_B" in name:
+                parameter.data.normal_(std=0.05, generator=torch.Generator("cuda").manual_seed(1))
+        policy.compiled = CompiledLayers(
+            policy.layers, policy.architecture, sharded=form is not None
+        )
+        policy.activation_checkpointing = recompute
+        found.append(logprobs_and_gradients(policy, packed))
+    mean, greatest, gradient = errors(found[1], found[0])
+    logger.info("%s sharded: mean %s, greatest %s, gradient %s", family, mean, greatest, gradient)
+    assert greatest < 1e-3 and gradient < 1e-3  # the same kernels; sums may differ in their order
 
 
 def test_nothing_is_compiled_after_the_third_step_of_varying_lengths() -> None:

@@ -1,15 +1,16 @@
-"""Compiled layers compute the same as plain ones (here on CPU, without gradients)."""
+"""Compiled layers compute the same as plain ones (here on CPU)."""
 
 import random
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from trainer.base_model.resolve import resolve
 from trainer.config import LoraConfig
 from trainer.learner.gradient import row_logprobs
-from trainer.learner.pack import Sample, pack
+from trainer.learner.pack import Row, Sample, pack
 from trainer.policy.compiled import CompiledLayers
 from trainer.policy.model import Policy, load_model, lora_state
 
@@ -29,8 +30,8 @@ def policy() -> Policy:
     return policy
 
 
-@torch.no_grad()
-def test_joined_and_padded_layers_give_the_same_logprobs(policy: Policy) -> None:
+@pytest.fixture
+def row() -> Row:
     chance = random.Random(0)
     prompt = [chance.randrange(200) for _ in range(40)]
     samples = []
@@ -40,6 +41,11 @@ def test_joined_and_padded_layers_give_the_same_logprobs(policy: Policy) -> None
         ids = prompt + own
         samples.append(Sample(ids, mask, [0.0] * len(ids), 1.0, 1.0, 0, member))
     (row,) = pack(samples, length=512)
+    return row
+
+
+@torch.no_grad()
+def test_joined_and_padded_layers_give_the_same_logprobs(policy: Policy, row: Row) -> None:
     before = lora_state(policy).keys()
     plain, plain_entropies = row_logprobs(policy, row)
     policy.compiled = CompiledLayers(policy.layers, policy.architecture, backend="eager")
@@ -48,3 +54,22 @@ def test_joined_and_padded_layers_give_the_same_logprobs(policy: Policy) -> None
     torch.testing.assert_close(entropies, plain_entropies, atol=1e-4, rtol=0)
     assert lora_state(policy).keys() == before
     torch.testing.assert_close(row_logprobs(policy, row)[0], compiled)
+
+
+def test_joined_and_padded_layers_give_the_same_gradients(policy: Policy, row: Row) -> None:
+    plain = gradients(policy, row)
+    policy.compiled = CompiledLayers(policy.layers, policy.architecture, backend="eager")
+    for recompute in (False, True):
+        policy.activation_checkpointing = recompute
+        compiled = gradients(policy, row)
+        assert compiled.keys() == plain.keys()
+        for name, gradient in plain.items():
+            torch.testing.assert_close(compiled[name], gradient, atol=1e-6, rtol=1e-3)
+
+
+def gradients(policy: Policy, row: Row) -> dict[str, Tensor]:
+    logprobs, _ = row_logprobs(policy, row)
+    loss = (logprobs * torch.linspace(-1, 1, len(logprobs))).mean()
+    trained = policy.trainable()
+    found = torch.autograd.grad(loss, list(trained.values()))
+    return dict(zip(trained, found, strict=True))

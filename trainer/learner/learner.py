@@ -240,7 +240,6 @@ class Learner:
         gc.collect()  # a policy and its compiled layers refer to each other
         # Trained weights are kept in fp32, because bf16 would lose AdamW's small steps.
         policy = self._load_policy(lora, torch.float32 if lora is None else self.dtype)
-        self.world.shard(policy)
         self.state = State(policy, seed=lora.seed if lora else 0)
         return self.state
 

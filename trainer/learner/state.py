@@ -7,7 +7,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -162,14 +162,32 @@ def load_policy(
     world: World,
     fp8: bool,
 ) -> Policy:
-    """Load a policy in the form that is fastest on `device`."""
+    """Load a policy, or this process's shard of it, in the form that is fastest on `device`."""
     if fp8:
         _check_fp8(lora, dtype, device, world)
-    policy = load_model(directory, lora=lora, dtype=dtype, device=device)
-    # FSDP gathers sharded weights in the layers' own `forward`, which compiled layers bypass.
-    if device.type == "cuda" and world.size == 1:
-        policy.compiled = CompiledLayers(policy.layers, policy.architecture, fp8=fp8)
+    if world.size > 1 and lora is None:
+        raise Unsupported(
+            "Full finetuning on several processes is not supported",
+            hint="Train a LoRA, or use one process",
+        )
+    policy = load_model(
+        directory,
+        lora=lora,
+        dtype=dtype,
+        device=device,
+        sharded_for=form_of_shards(device, world.size),
+    )
+    if device.type == "cuda":
+        layers, sharded = policy.layers, world.size > 1
+        policy.compiled = CompiledLayers(layers, policy.architecture, fp8=fp8, sharded=sharded)
     return policy
+
+
+def form_of_shards(device: torch.device, processes: int) -> Literal["plain", "compiled"] | None:
+    """The form in which each process loads its shards. A process that is alone has none."""
+    if processes == 1:
+        return None
+    return "compiled" if device.type == "cuda" else "plain"
 
 
 def _check_fp8(

@@ -1,8 +1,9 @@
 """The processes that train one step together: FSDP2 shards the base model, and rows are split.
 
-Every process prepares the same request, so they agree without communicating. The frozen weights
-are sharded layer by layer. The LoRA is small, so each process keeps all of it, and its gradients
-are summed. Only the first process talks to the server and writes checkpoints.
+Every process prepares the same request, so they agree without communicating. Each one loads only
+its shard of the frozen weights (`trainer/policy/shards.py`). The LoRA is small, so each process
+keeps all of it, and its gradients are summed. Only the first process talks to the server and writes
+checkpoints.
 """
 
 import json
@@ -16,9 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
-from trainer.errors import Unsupported
 from trainer.learner.pack import Row
-from trainer.policy.model import Policy
 from trainer.processes.rpc import read_error, write_error
 
 T = TypeVar("T")
@@ -31,28 +30,6 @@ class World:
     def __init__(self) -> None:
         self.size = dist.get_world_size() if dist.is_initialized() else 1
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-
-    def shard(self, policy: Policy) -> None:
-        """Keep only this process's shard of the frozen weights. They are gathered when used."""
-        if self.size == 1:
-            return
-        if policy.lora is None:
-            raise Unsupported(
-                "Full finetuning on several processes is not supported",
-                hint="Train a LoRA, or use one process",
-            )
-        # Here, because most learners are alone and it is slow to import.
-        from torch.distributed.fsdp import fully_shard
-
-        # A sharded group must have one dtype, so the LoRA and the norms, in fp32, stay whole.
-        whole = {
-            parameter
-            for name, parameter in policy.named_parameters()
-            if parameter.requires_grad or name.endswith(".scale")
-        }
-        for layer in policy.layers:
-            fully_shard(layer, ignored_params=whole)
-        fully_shard(policy, ignored_params=whole)
 
     def share(self, rows: Sequence[Row]) -> list[tuple[Row, float]]:
         """This process's rows with weights. All get the same number, as gathering needs all."""

@@ -12,7 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.base_model.architecture import Architecture
 from trainer.policy.attention import View
-from trainer.policy.compiled_layer import fuses, join_frozen, layer_forward, row_mask
+from trainer.policy.compiled_layer import (
+    RowMask,
+    fuses,
+    join_frozen,
+    layer_forward,
+    row_mask,
+)
 from trainer.policy.recompute import FASTEST, Plan, plan
 from trainer.policy.tree_mask import Lengths, TreeMask
 
@@ -32,9 +38,12 @@ class CompiledLayers:
         backend: str = "inductor",
         free: Callable[[torch.device], int] | None = None,
         fp8: bool = False,
+        sharded: bool = False,
     ) -> None:
+        """`sharded` layers were joined by `trainer.policy.shards`, before they had weights."""
         self.lengths = Lengths()
         self._layers = layers
+        self._sharded = sharded
         self._architecture = architecture
         self._free = free or free_memory
         self._forward: LayerFunction = torch.compile(
@@ -45,6 +54,8 @@ class CompiledLayers:
         self._caution = 1.0
         self._budget = FASTEST.budget
         self._plans: dict[int, Plan] = {}
+        if sharded:
+            return
         for layer in layers:
             join_frozen(layer, fp8=fp8)
         torch.cuda.empty_cache()  # the separate weights: half of the model, in pieces too small
@@ -64,11 +75,17 @@ class CompiledLayers:
         with functorch_config.patch(activation_memory_budget=self._budget):
             for number, layer in enumerate(self._layers):
                 inputs = (layer, x, view.cos, view.sin, row)
+                run = self._gathered if self._sharded else self._forward
                 if number < recomputed:
-                    x = checkpoint(self._forward, *inputs, use_reentrant=False)
+                    x = checkpoint(run, *inputs, use_reentrant=False)
                 else:
-                    x = self._forward(*inputs)
+                    x = run(*inputs)
         return x
+
+    def _gathered(self, layer: Any, x: Tensor, cos: Tensor, sin: Tensor, row: RowMask) -> Tensor:
+        """Run a sharded layer as a module: FSDP gathers its weights in hooks of `forward`."""
+        out: Tensor = layer(x, None, lambda x: self._forward(layer, x, cos, sin, row))
+        return out
 
     def plan_with_less_memory(self) -> None:
         """Plan with a fifth less memory from now on, because a plan did not fit."""

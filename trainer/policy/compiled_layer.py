@@ -2,7 +2,8 @@
 
 It computes what `model.Layer` computes for a packed row. The frozen weights of q, k and v, and of
 gate and up, are stored side by side and multiplied at once. The modules keep views of their own
-parts, so names and checkpoints do not change.
+parts, so names and checkpoints do not change. Weights are read at each call, because FSDP replaces
+the parameters of a layer before the layer runs.
 """
 
 from collections.abc import Sequence
@@ -13,24 +14,31 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.functional import linear, rms_norm, silu
 
+from trainer.policy.attention import attend as attend_densely
 from trainer.policy.kernels import tree_attention
 from trainer.policy.kernels.fp8 import Fp8Weight, fp8_linear, quantised_weight
 from trainer.policy.tree_mask import TreeMask
 
 Linear = Any  # nn.Linear or model.LoraLinear
 LARGEST_RANK = 64  # tested with the MLP kernel
+# Layers that multiply the same input. The first one holds the joined weights.
+JOINED = (("attn.q_proj", "attn.k_proj", "attn.v_proj"), ("mlp.w1", "mlp.w3"))
 
 
 class RowMask(NamedTuple):
     """The mask of a row and, for flex attention, its tile sizes."""
 
-    mask: BlockMask | tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]
+    mask: BlockMask | Tensor | tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]
     tiles: Any
 
 
 def row_mask(tree: TreeMask, dtype: torch.dtype, head_dim: int) -> RowMask:
     """The mask for the fastest attention kernel that this GPU supports."""
     device = tree.ends.device
+    if device.type == "cpu" and torch.is_grad_enabled():
+        # Flex attention has no backward pass on a CPU, where only tests compile layers.
+        at = torch.arange(len(tree.ends))
+        return RowMask(((at <= at[:, None]) & (at[:, None] < tree.ends))[None], None)
     fits = dtype == torch.bfloat16 and head_dim == tree_attention.HEAD_DIM
     if fits and tree_attention.available(device):
         return RowMask(
@@ -56,13 +64,13 @@ def heads(x: Tensor, attention: Any, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     """Rotated q [B, T, H, E] and k [B, T, K, E], and v [B, T, K, E]."""
     linears = [attention.q_proj, attention.k_proj, attention.v_proj]
     shape, size = (*x.shape[:2], -1, attention.head_dim), attention.head_dim
-    fused = x.is_cuda and all(map(has_lora, linears)) and hasattr(linears[0], "joined")
+    fused = x.is_cuda and all(map(has_lora, linears)) and hasattr(linears[0], "joined_weight")
     if fused and attention.q_norm is None and size & (size - 1) == 0:
         from trainer.policy.kernels.split_heads import (
             split_heads,  # needs Triton, which is absent on a CPU
         )
 
-        base, lora = products(x, linears[0].joined, linears)
+        base, lora = products(x, joined_of(linears[0]), linears)
         assert lora is not None
         base, lora = base.flatten(0, 1), lora.flatten(0, 1)
         turns = (part.flatten(0, 2) for part in (cos, sin))
@@ -78,6 +86,9 @@ def heads(x: Tensor, attention: Any, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, row: RowMask) -> Tensor:
     """Softmax attention; all tensors are [B, T, heads, E]."""
+    if isinstance(row.mask, Tensor):
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        return attend_densely(q, k, v, row.mask).transpose(1, 2)
     if not isinstance(row.mask, BlockMask):
         return tree_attention.tree_attention(q, k, v, *row.mask)[0]  # type: ignore[no-any-return]
     q, k, v = (part.transpose(1, 2) for part in (q, k, v))
@@ -92,7 +103,7 @@ def fuses(x: Tensor, layer: Any) -> bool:
     """Whether the MLP kernel can run this MLP: bf16 on a GPU, with a LoRA on all its layers."""
     linears = [layer.w1, layer.w3, layer.w2]
     fits = x.is_cuda and x.dtype == torch.bfloat16 and all(map(has_lora, linears))
-    return bool(fits and layer.w1.rank <= LARGEST_RANK and hasattr(layer.w1, "joined"))
+    return bool(fits and layer.w1.rank <= LARGEST_RANK and hasattr(layer.w1, "joined_weight"))
 
 
 def mlp(x: Tensor, layer: Any) -> Tensor:
@@ -107,7 +118,7 @@ def mlp(x: Tensor, layer: Any) -> Tensor:
     low = linear(flat, torch.cat([gate.lora_a.weight, up.lora_a.weight]).to(x.dtype))
     gate_b, up_b = (scaled_b(one).t().contiguous() for one in (gate, up))
     down_a, down_b = down.lora_a.weight, scaled_b(down).to(x.dtype)
-    frozen_weights = gate.joined, weight_of(down)
+    frozen_weights = joined_of(gate), weight_of(down)
     return gated_mlp(flat, *frozen_weights, low, gate_b, up_b, down_a, down_b).view(x.shape)
 
 
@@ -133,12 +144,13 @@ def scaled_b(one: Linear) -> Tensor:
 
 def project(x: Tensor, linears: Sequence[Linear]) -> Sequence[Tensor]:
     """Apply each of `linears` to x, in one multiplication if their weights are joined."""
-    joined = getattr(linears[0], "joined", None)
-    if joined is None and len(linears) > 1:
+    joined = len(linears) > 1 and hasattr(linears[0], "joined_weight")
+    if not joined and len(linears) > 1:
         return [project(x, [one])[0] for one in linears]
-    base, lora = products(x, joined or weight_of(linears[0]), linears)
+    weight = joined_of(linears[0]) if joined else weight_of(linears[0])
+    base, lora = products(x, weight, linears)
     out = base if lora is None else base + lora
-    return torch.split(out, [one.weight.shape[0] for one in linears], dim=-1)
+    return torch.split(out, [outputs_of(one) for one in linears], dim=-1)
 
 
 Weight = tuple[Tensor | Fp8Weight, Tensor | None]
@@ -147,6 +159,15 @@ Weight = tuple[Tensor | Fp8Weight, Tensor | None]
 def weight_of(one: Linear) -> Weight:
     quantised: Weight | None = getattr(one, "quantised", None)
     return quantised or (one.weight, one.bias)
+
+
+def joined_of(first: Linear) -> Weight:
+    return first.joined_weight, first.joined_bias
+
+
+def outputs_of(one: Linear) -> int:
+    outputs: int = one.out_dim if hasattr(one, "lora_a") else one.out_features
+    return outputs
 
 
 def frozen(x: Tensor, weight: Weight) -> Tensor:
@@ -168,8 +189,7 @@ def products(x: Tensor, weight: Weight, linears: Sequence[Linear]) -> tuple[Tens
     base = frozen(x, (values, None if fp8 else bias))
     downs = [one.lora_a.weight for one in linears if has_lora(one)]
     ups = [
-        scaled_b(one) if has_lora(one) else base.new_zeros(one.weight.shape[0], 0)
-        for one in linears
+        scaled_b(one) if has_lora(one) else base.new_zeros(outputs_of(one), 0) for one in linears
     ]
     low = linear(x, torch.cat(downs).to(x.dtype))
     # One product with the B matrices on the diagonal, so that its gradient stays in one piece.
@@ -183,24 +203,64 @@ def join_frozen(layer: Any, *, fp8: bool = False) -> None:
 
     With `fp8` the stored weights are quantised, and the modules keep views of them.
     """
-    attention, mlp = layer.attn, layer.mlp
-    for linears in ([attention.q_proj, attention.k_proj, attention.v_proj], [mlp.w1, mlp.w3]):
+    for linears in joined_linears(layer):
         if any(one.weight.requires_grad for one in linears):
             continue
-        weight = torch.cat([one.weight.detach() for one in linears])
-        biases = [one.bias for one in linears]
-        bias = None if biases[0] is None else torch.cat([bias.detach() for bias in biases])
+        weight, bias = joined(linears)
         values: Tensor | Fp8Weight = weight
         if fp8:
             values = quantised_weight(weight)
             weight = values.rows
-        linears[0].joined = (values, bias)
+        linears[0].joined_weight, linears[0].joined_bias = values, bias
         at = 0
         for one in linears:
             one.weight = nn.Parameter(weight[at : at + len(one.weight)], requires_grad=False)
             at += len(one.weight)
-    for one in (attention.output_proj, mlp.w2):
+    for one in (layer.attn.output_proj, layer.mlp.w2):
         if fp8:
             values = quantised_weight(one.weight.detach())
             one.quantised = (values, one.bias)
             one.weight = nn.Parameter(values.rows, requires_grad=False)
+
+
+def join_parameters(layer: Any) -> None:
+    """Replace the parameters of layers that multiply the same input by joined ones.
+
+    This is `join_frozen` for weights that FSDP shards: it gathers parameters, but no views of them.
+    `part_joined` gives plain layers their parts.
+    """
+    for linears in joined_linears(layer):
+        weight, bias = joined(linears)
+        for one in linears:
+            del one.weight
+            if bias is not None:
+                del one.bias
+        linears[0].joined_weight = nn.Parameter(weight, requires_grad=False)
+        linears[0].joined_bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+
+
+def part_joined(layer: Any, *_: Any) -> None:
+    """Give each plain layer its part of the joined parameters. A hook before a layer's `forward`.
+
+    FSDP registers the gathered parameters just before, and the sharded ones afterwards.
+    """
+    for linears in joined_linears(layer):
+        weight, bias = joined_of(linears[0])
+        assert isinstance(weight, Tensor)
+        sizes = [outputs_of(one) for one in linears]
+        for one, part in zip(linears, torch.split(weight, sizes), strict=True):
+            one.weight = part
+        if bias is not None:
+            for one, part in zip(linears, torch.split(bias, sizes), strict=True):
+                one.bias = part
+
+
+def joined_linears(layer: Any) -> list[list[Linear]]:
+    return [[layer.get_submodule(name) for name in names] for names in JOINED]
+
+
+def joined(linears: Sequence[Linear]) -> tuple[Tensor, Tensor | None]:
+    """The weights of `linears` in one tensor, and their biases in another."""
+    weight = torch.cat([one.weight.detach() for one in linears])
+    biases = [one.bias for one in linears]
+    return weight, None if biases[0] is None else torch.cat([bias.detach() for bias in biases])

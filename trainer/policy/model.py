@@ -5,8 +5,9 @@ weights, and the LoRA trained on it, therefore have the same values here, in PEF
 the names differ. Weights are memory-mapped, and frozen ones are never copied.
 """
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from trainer.policy.lora import (
     peft_config,
     read_lora_config,
 )  # fmt: skip
+from trainer.policy.shards import place_shards, shard
 from trainer.policy.tree_mask import TreeMask
 from trainer.policy.weights import hugging_face_names, place_weights
 
@@ -88,9 +90,16 @@ class Attention(MultiHeadAttention):  # type: ignore[misc]
 
 
 class Layer(TransformerSelfAttentionLayer):  # type: ignore[misc]
-    """TorchTune's layer, with the view passed on to its attention."""
+    """TorchTune's layer, with the view passed on to its attention.
 
-    def forward(self, x: Tensor, view: View) -> Tensor:
+    `compiled` computes the same instead. FSDP gathers weights only for a layer that is called.
+    """
+
+    def forward(
+        self, x: Tensor, view: View, compiled: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
+        if compiled is not None:
+            return compiled(x)
         x = x + self.attn(self.sa_norm(x), view)
         out: Tensor = x + self.mlp(self.mlp_norm(x))
         return out
@@ -192,11 +201,17 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
 
 
 def load_model(
-    directory: Path, *, lora: LoraConfig | None, dtype: torch.dtype, device: torch.device
+    directory: Path,
+    *,
+    lora: LoraConfig | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    sharded_for: Literal["plain", "compiled"] | None = None,
 ) -> Policy:
     """Load the policy in `directory`. With `lora` only the LoRA is trainable, else every weight.
 
-    The LoRA is fresh and initialised from its seed.
+    The LoRA is fresh and initialised from its seed. With `sharded_for`, each process of the process
+    group loads its shard of the frozen weights, in the form that plain or compiled layers use.
     """
     architecture = read_architecture(directory)
     with torch.device("meta"):
@@ -204,7 +219,11 @@ def load_model(
     policy.architecture = architecture
     policy.lora = lora
     policy.frequencies = inverse_frequencies(architecture.rope, architecture.head_dim, device)
-    place_weights(policy, directory, dtype=dtype, device=device)
+    if sharded_for is None:
+        place_weights(policy, directory, dtype=dtype, device=device)
+    else:
+        shard(policy, dtype, joined=sharded_for == "compiled")
+        place_shards(policy, directory, device=device)
     if lora is not None:
         policy.requires_grad_(False)
         init_lora(policy, lora.seed, device=device)

@@ -1,6 +1,9 @@
 """Base model weights by Hugging Face name, memory-mapped from safetensors shards."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -56,24 +59,31 @@ def place_weights(
     state = {}
     for ours, theirs in names.items():
         tensor = tensors.pop(theirs)
-        expected = model.get_parameter(ours).shape
-        if tensor.shape != expected:
-            raise ModelError(
-                f"`{theirs}` has shape `{list(tensor.shape)}`, not `{list(expected)}`",
-                hint="The weights and `config.json` belong to different models: download it again",
-            )
+        check_shape(theirs, tensor.shape, model.get_parameter(ours).shape)
         # Norms are computed in fp32, so their weights stay in fp32.
         state[ours] = tensor.to(device, torch.float32 if ours.endswith(".scale") else dtype)
     model.load_state_dict(state, strict=False, assign=True)
 
 
-def read_tensors(directory: Path, wanted: set[str]) -> dict[str, Tensor]:
-    """Map the tensors named in `wanted` from disk. Pages are read when they are first used."""
-    found = stored_tensors(directory, wanted)
-    if missing := sorted(wanted - found.keys()):
+def check_shape(name: str, found: Sequence[int], expected: Sequence[int]) -> None:
+    if list(found) != list(expected):
+        raise ModelError(
+            f"`{name}` has shape `{list(found)}`, not `{list(expected)}`",
+            hint="The weights and `config.json` belong to different models: download it again",
+        )
+
+
+def check_complete(directory: Path, wanted: set[str], found: set[str]) -> None:
+    if missing := sorted(wanted - found):
         raise ModelError(
             f"The weights in `{directory}` lack `{missing[0]}`", hint="Download the model again"
         )
+
+
+def read_tensors(directory: Path, wanted: set[str]) -> dict[str, Tensor]:
+    """Map the tensors named in `wanted` from disk. Pages are read when they are first used."""
+    found = stored_tensors(directory, wanted)
+    check_complete(directory, wanted, set(found))
     return found
 
 
@@ -81,13 +91,20 @@ def stored_tensors(directory: Path, wanted: set[str] | None = None) -> dict[str,
     """Map the tensors in `directory`, or only those in `wanted`, from disk."""
     found: dict[str, Tensor] = {}
     for shard in shards(directory):
-        try:
-            with safe_open(shard, framework="pt") as file:
-                names = set(file.keys())
-                for name in sorted(names if wanted is None else names & wanted):
-                    found[name] = file.get_tensor(name)
-        except (SafetensorError, OSError) as exc:
-            raise ModelError(
-                f"`{shard}` cannot be read: {exc}", hint="Download the model again"
-            ) from exc
+        with opened(shard) as file:
+            names = set(file.keys())
+            for name in sorted(names if wanted is None else names & wanted):
+                found[name] = file.get_tensor(name)
     return found
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file, whose faults are errors of the model."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as exc:
+        raise ModelError(
+            f"`{path}` cannot be read: {exc}", hint="Download the model again"
+        ) from exc
