@@ -209,13 +209,14 @@ def measure(arguments: argparse.Namespace, engine: str, table: Table) -> None:
                 either = seconds(sampling) + seconds(training) - shared
                 base = base or wall
                 stale = sum(row["failures"].get("stale", 0) for row in rows)
+                trained = sum(row["num_trajectories"] for row in rows)
                 shares = [seconds(sampling), seconds(training), either, shared]
                 table.add(
                     [
                         *(engine, str(ahead), f"{wall / len(rows):.2f}"),
                         f"{3600 * len(rows) / wall:.0f}",
                         *(f"{share / wall:.0%}" for share in shares),
-                        *(str(stale), f"{base / wall:.2f}x"),
+                        *(f"{trained / len(rows):.1f}", str(stale), f"{base / wall:.2f}x"),
                     ]
                 )
 
@@ -244,7 +245,7 @@ def main() -> None:
         return serve(arguments)
     table = Table(
         ["engine", "steps off-policy", "s/step", "steps/h", "engine busy", "learner busy",
-         "either", "both", "stale runs", "speed-up"]
+         "either", "both", "runs/step", "stale runs", "speed-up"]
     )  # fmt: skip
     load = os.getloadavg()[0]
     for engine in arguments.engine or ["embedded", "replay"]:

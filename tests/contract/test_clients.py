@@ -5,6 +5,7 @@ Each trains at least two steps and sees the weights change.
 
 import itertools
 import json
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import pytest
 
 from tests.environments import python_of, run_client
 from tests.serving import Serving
+
+logger = logging.getLogger(__name__)
 
 
 @pytest.fixture(scope="module", params=["server", "vllm_server"], ids=["embedded", "vllm"])
@@ -221,6 +224,21 @@ def test_trajectories_that_openpipe_art_0_5_23_records_are_trained_token_by_toke
     assert "did not sample" in stranger and "`the base model`" in base
 
 
+def check_overlap(serving: Serving, run: str, found: Any) -> None:
+    """Sampling and training were at work at once, as the client and the server measured it.
+
+    `--log-cli-level=info` shows for which share of the wall time.
+    """
+    assert found["step"] == 3 and all_differ(found["fingerprints"])
+    assert found["completed"] == [0, 1, 2, 3]
+    assert found["answered_during_steps"] > 0 and found["both_share"] > 0
+    overlap = sum(row.get("time/overlap_s", 0) for row in history(serving, run))
+    assert overlap > 0
+    shares = found["both_share"], overlap / found["wall_s"]
+    logger.info("%s sampled and trained at once: %.0f%%, by the server %.0f%% of %.1f s", run,
+                *(100 * share for share in shares), found["wall_s"])  # fmt: skip
+
+
 def test_the_pipeline_trainer_of_0_5_23_trains_and_evaluates_on_both_backends(
     serving: Serving, newest_python: Path, tmp_path: Path
 ) -> None:
@@ -231,12 +249,20 @@ def test_the_pipeline_trainer_of_0_5_23_trains_and_evaluates_on_both_backends(
     )
     for backend, prefix in (("serverless", "wandb-artifact:///"), ("backend", "pipeline-backend@")):
         found = told[backend]
-        assert found["step"] == 3 and all_differ(found["fingerprints"])
-        assert found["completed"] == [0, 1, 2, 3]
-        assert found["answered_during_steps"] > 0
-        history = serving.state / "contract" / "models" / f"pipeline-{backend}" / "history.jsonl"
-        rows = [json.loads(line) for line in history.read_text().splitlines()]
-        assert sum(row.get("time/overlap_s", 0) for row in rows) > 0
+        check_overlap(serving, f"pipeline-{backend}", found)
         for step, name in found["evaluated"].items():
             assert name.startswith(prefix) and name.endswith(step)
     assert rank(serving, "pipeline-backend") == 2
+
+
+def test_the_pipeline_trainer_of_0_5_18_samples_while_our_backend_trains(
+    serving: Serving, tmp_path: Path
+) -> None:
+    told = run_client(
+        *(python_of("art-0.5.18", version="3.12"), "art_pipeline.py"),
+        *(serving.control, serving.openai),
+        cwd=tmp_path,
+    )
+    check_overlap(serving, "pipeline-0-5-18", told["backend"])
+    # Its own `ServerlessBackend` is older than its `PipelineTrainer`, whatever the server does.
+    assert "unexpected keyword argument 'loss_fn'" in told["refused"]

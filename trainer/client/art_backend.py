@@ -9,11 +9,12 @@ These releases have no client for the control API. This module provides one:
 
 import asyncio
 import contextlib
+import contextvars
 import json
 import logging
 import os
 from collections.abc import AsyncIterator, Iterable
-from typing import Any, cast
+from typing import Any
 
 import httpx
 
@@ -24,6 +25,10 @@ logger = logging.getLogger(__name__)
 
 # Training and loading may take any time; only a server that does not answer is an error.
 _TIMEOUT = httpx.Timeout(None, connect=10.0)
+
+# The step that a lease around a call pins, by project and run. ART has such a variable too, but
+# not in a place that all its releases share and that can be imported without torch.
+_leased: contextvars.ContextVar[dict[tuple[str, str], int]] = contextvars.ContextVar("_leased")
 
 
 class ArtBackend:
@@ -50,7 +55,7 @@ class ArtBackend:
         """Return `RUN@STEP`. The default is the leased step, or the newest that was seen."""
         run = _run(model)
         if step is None:
-            step = _pinned_step(run)
+            step = _leased.get({}).get((model.project, run))
         newest = self._steps.get((model.project, run), 0)
         return f"{run}@{newest if step is None else step}"
 
@@ -65,15 +70,14 @@ class ArtBackend:
 
         Raises NotFound if the server has no such checkpoint.
         """
-        from art.adapter_leases import pin_inference_step
-
         body = {"model": _wire(model), "step": step}
         lease = await self._post("/_lease_checkpoint", body)
         renewal = asyncio.create_task(self._renew({**body, **lease}))
+        token = _leased.set({**_leased.get({}), (model.project, _run(model)): step})
         try:
-            async with pin_inference_step(_run(model), step):
-                yield
+            yield
         finally:
+            _leased.reset(token)
             renewal.cancel()
             with contextlib.suppress(TrainerError):  # the lease ends by itself
                 await self._post("/_release_checkpoint", {**body, **lease})
@@ -203,15 +207,6 @@ def _wire(model: Any) -> Json:
 def _run(model: Any) -> str:
     """Return the name under which the run is stored; before 0.5.19 a model has one name."""
     return str(getattr(model, "run_name", None) or model.name)
-
-
-def _pinned_step(run: str) -> int | None:
-    """Return the step that a lease around this call pins."""
-    try:
-        from art.adapter_leases import pinned_inference_step
-    except ImportError:  # openpipe-art 0.5.18 has no leases
-        return None
-    return cast(int | None, pinned_inference_step(run))
 
 
 def _plain(config: Any) -> Json:

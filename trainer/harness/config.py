@@ -157,7 +157,7 @@ class FinetuningConfig(Config):
     complete. Defaults to `examples_per_epoch`."""
     oversample: float = Field(1.5, ge=1)
     """With `max_steps_off_policy`, at most this many times `groups_per_step` groups are sampled for
-    a step, because groups with equal rewards are replaced."""
+    a step, because groups with equal rewards are replaced and stragglers are not waited for."""
     early_stopping: EarlyStoppingConfig | None = None
     """When to stop before the last epoch. By default, all epochs run."""
     report_to: list[ReportTo] = Field(default_factory=list)

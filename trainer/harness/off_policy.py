@@ -8,6 +8,7 @@ after that, at most `max_steps_off_policy` steps ahead.
 import asyncio
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -65,6 +66,8 @@ class OffPolicyBuilder:
         self._steps = 0
         """How many steps can still use a group that starts now."""
         self._watch = contextlib.ExitStack()
+        self._timer: asyncio.TimerHandle | None = None
+        self.clock: Callable[[], float] = time.monotonic
 
     async def initialize(self, config: Context) -> None:
         settings = config.config.finetuning
@@ -133,6 +136,8 @@ class OffPolicyBuilder:
     async def cancel(self) -> None:
         """Stop sampling. Complete groups stay in their file for `--resume`."""
         self._steps = 0
+        if self._timer:
+            self._timer.cancel()
         for task in self._tasks:
             task.cancel()
         groups = [group.cancel() for group in self._started.values()]
@@ -206,7 +211,10 @@ class OffPolicyBuilder:
             self._error is None
             and sum(group.running for group in self._started.values()) < slots
             and self._limits.may_start(
-                self._steps, live=len(self._started) + len(ready), idle=len(idle)
+                self._steps,
+                live=len(self._started) + len(ready),
+                idle=len(idle),
+                lagging=sum(group.lagging for group in self._started.values()),
             )
         ):
             if self._again:
@@ -221,12 +229,22 @@ class OffPolicyBuilder:
                 f"{self._run_id}-group-{number}",
                 self._run_ended,
                 step=self._step,
+                clock=self.clock,
             )
             self._started[number] = group
             self._keep([asyncio.create_task(self._finish(number, group))])
 
     def _run_ended(self, _: WorkflowRun) -> None:
-        asyncio.get_running_loop().call_soon(self._start_more)  # its task still counts as running
+        asyncio.get_running_loop().call_soon(self._more_may_start)  # its task counts as running
+
+    def _more_may_start(self) -> None:
+        """Start groups now, and again as soon as one more only waits for stragglers."""
+        self._start_more()
+        if self._timer:
+            self._timer.cancel()
+        waits = [wait for group in self._started.values() if (wait := group.lags_in)]
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(min(waits), self._more_may_start) if waits else None
 
     def _keep(self, tasks: Sequence[asyncio.Task[None]]) -> None:
         """Hold tasks until they are done: the event loop alone would let go of them."""

@@ -1,6 +1,7 @@
 """The rules of sampling ahead as pure functions: how far, when a step is due, and on what."""
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,6 +12,9 @@ from trainer.harness.sampled_groups import SampledGroup
 
 if TYPE_CHECKING:
     from trainer.harness.config import FinetuneConfig
+
+STRAGGLING = 2.0  # times the median of the runs that have ended
+SHORTEST_LAG_S = 1.0  # after that median; another group would gain nothing from less
 
 
 @dataclass(frozen=True)
@@ -27,12 +31,16 @@ class Limits:
         """Return how many groups may be sampled for `steps` steps."""
         return math.ceil(round(self.oversample * self.groups * steps, 9))
 
-    def may_start(self, steps: int, *, live: int, idle: int) -> bool:
+    def may_start(self, steps: int, *, live: int, idle: int, lagging: float = 0.0) -> bool:
         """Whether another group may start while `steps` steps can still use it.
 
         `live` groups are under way or wait with a signal; `idle` ones turned out to have none.
+        Runs that have ended in groups that only wait for stragglers make up `lagging` groups.
+        Other groups take their place, so that the engine does not run dry, but not while a step
+        trains: they would have to be complete when the next one begins.
         """
-        return live < self.groups * steps and live + idle < self.sampled(steps)
+        occupied = live - (math.floor(lagging) if steps > self.max_age else 0)
+        return occupied < self.groups * steps and live + idle < self.sampled(steps)
 
     def enough(self, *, ready: int, idle: int) -> bool:
         """Whether a step can begin: its groups are there, or no more may be sampled for it."""
@@ -58,6 +66,17 @@ class Limits:
         ]
         room = max(0, self.sampled(1) - len(trained))
         return trained, sorted(idle, key=lambda group: group.number)[:room]
+
+
+def straggling_from(generations: int, ended: Sequence[float]) -> float | None:
+    """Return the age in seconds from which a group's last runs are stragglers.
+
+    `ended` has the age at which each of the others ended. None while fewer than half have.
+    """
+    if 2 * len(ended) < generations:
+        return None
+    median = statistics.median(ended)
+    return max(STRAGGLING * median, median + SHORTEST_LAG_S)
 
 
 def divide(

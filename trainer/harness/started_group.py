@@ -1,7 +1,9 @@
 """`StartedGroup`: the runs of one example under way, some of which may be left out in the end."""
 
 import asyncio
+from collections.abc import Callable
 
+from trainer.harness.off_policy_rules import straggling_from
 from trainer.harness.runner import OnDone, Runner, unique
 from trainer.harness.types import Example, Failure, WorkflowRun
 
@@ -18,9 +20,14 @@ class StartedGroup:
         on_done: OnDone,
         *,
         step: int,
+        clock: Callable[[], float],
     ) -> None:
         self.step = step
         """The backend's step when the group started."""
+        self._clock = clock
+        self._began = clock()
+        self._ages: list[float] = []
+        """The age of the group when each of its runs ended."""
         self.runs = [WorkflowRun(example, generation) for generation in range(generations)]
         self._runner = runner
         self._over = asyncio.Event()
@@ -40,6 +47,17 @@ class StartedGroup:
     @property
     def running(self) -> int:
         return 0 if self._over.is_set() else sum(not task.done() for task in self._tasks)
+
+    @property
+    def lags_in(self) -> float | None:
+        """Seconds until the runs that have not ended are stragglers; None if none will be yet."""
+        age = straggling_from(len(self.runs), self._ages) if self.running else None
+        return None if age is None else max(0.0, self._began + age - self._clock())
+
+    @property
+    def lagging(self) -> float:
+        """The share of its runs that have ended if it only waits for stragglers, and 0 if not."""
+        return len(self._ages) / len(self.runs) if self.lags_in == 0 else 0.0
 
     async def scored(self) -> list[WorkflowRun]:
         """Wait until each run has ended or is left out, then score those that ended."""
@@ -70,5 +88,6 @@ class StartedGroup:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _one_ended(self, _: object) -> None:
+        self._ages.append(self._clock() - self._began)
         if all(task.done() for task in self._tasks):
             self._over.set()

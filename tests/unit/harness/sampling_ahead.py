@@ -112,7 +112,9 @@ def setup(
         _type="openpipe_art_traj_builder", num_generations=generations
     )
     settings = {"max_steps_off_policy": 1, "groups_per_step": 2, "num_epochs": epochs} | settings
-    made = context(tmp_path, OffPolicyBuilder(config), backend, **settings)
+    builder = OffPolicyBuilder(config)
+    builder.clock = lambda: 0.0  # a slow machine makes no stragglers
+    made = context(tmp_path, builder, backend, **settings)
     general = made.config.eval.general.model_copy(update={"max_concurrency": concurrency})
     made.config = made.config.model_copy(
         update={"eval": made.config.eval.model_copy(update={"general": general})}

@@ -22,6 +22,7 @@ from tests.unit.harness.sampling_ahead import (
 )
 from tests.unit.harness.test_trainer import read
 from trainer.errors import NothingToTrainOn, RunFailed
+from trainer.harness.off_policy_rules import Limits, straggling_from
 from trainer.harness.types import (
     Example,
     TrainingJobRef,
@@ -121,6 +122,70 @@ async def test_only_groups_that_find_a_free_slot_are_started(tmp_path: Path) -> 
     async with training(made):
         await until(lambda: len(agent.runs) == 3)
         assert await settled(agent) == 2
+
+
+@pytest.mark.parametrize(
+    ("ended", "age"),
+    [([], None), ([1.0], None), ([1.0, 3.0], 4.0), ([9.0, 1.0, 3.0], 6.0), ([0.1, 0.1], 1.1)],
+    ids=["none ended", "less than half", "half", "most", "too short"],
+)
+def test_runs_are_stragglers_from_twice_the_median_of_the_others(
+    ended: list[float], age: float | None
+) -> None:
+    assert straggling_from(4, ended) == age
+
+
+@pytest.mark.parametrize(
+    ("steps", "live", "idle", "lagging", "starts"),
+    [
+        (2, 7, 0, 0.0, True),
+        (2, 8, 0, 0.0, False),
+        (2, 8, 0, 0.9, False),  # not a whole group's worth of ended runs
+        (2, 8, 0, 1.0, True),
+        (2, 9, 0, 1.9, False),
+        (2, 9, 0, 2.0, True),
+        (2, 12, 0, 8.0, False),  # at most `oversample` times the groups of two steps
+        (2, 9, 3, 8.0, False),
+        (1, 4, 0, 3.0, False),  # a step trains
+        (1, 3, 0, 0.0, True),
+    ],
+)
+def test_a_group_that_waits_for_stragglers_makes_room_for_another(
+    steps: int, live: int, idle: int, lagging: float, starts: bool
+) -> None:
+    limits = Limits(max_age=1, groups=4, oversample=1.5)
+    assert limits.may_start(steps, live=live, idle=idle, lagging=lagging) is starts
+
+
+async def test_stragglers_do_not_keep_the_engine_from_other_groups(tmp_path: Path) -> None:
+    backend = Backend()
+    agent = Agent(backend)
+    made = setup(tmp_path, backend, agent, generations=4)
+    now = 0.0
+    builder: Any = made.trajectory_builder
+    builder.clock = lambda: now
+    for name in first_examples(made):
+        agent.held |= {(name, place): asyncio.Event() for place in range(4)}
+
+    def end(*places: int) -> None:
+        for name in first_examples(made)[:4]:
+            for place in places:
+                agent.held[name, place].set()
+
+    async with training(made):
+        await until(lambda: len(agent.runs) == 16)
+        now = 10.0
+        end(0)
+        assert await settled(agent) == 4, "most runs of the two steps' groups are under way"
+        now = 12.0
+        end(1)
+        assert await settled(agent) == 4, "half of the runs ended, at a median of 11 s"
+        now = 22.0
+        builder._more_may_start()  # its timer runs by the real clock
+        assert await settled(agent) == 6, "four groups wait for two stragglers each"
+        end(2)
+        assert await settled(agent) == 6, "no more than `oversample` allows"
+        assert backend.trained == []
 
 
 async def test_groups_with_equal_rewards_are_replaced_by_fresh_examples(tmp_path: Path) -> None:
