@@ -57,7 +57,6 @@ def config_file(command: Callable[..., None]) -> Callable[..., None]:
 def log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs every request to vLLM
-    logging.getLogger("websockets").setLevel(logging.WARNING)
 
 
 def require(*packages: str) -> None:

@@ -10,8 +10,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy
-
 from kit.manifest import read_manifest, sha256
 from trainer.errors import BadRequest
 from trainer.machines.ray_cluster import RayCluster
@@ -41,6 +39,8 @@ class Broadcast:
         self._putting = asyncio.Lock()
 
     async def reference(self, path: Path, digest: str) -> Any:
+        import numpy  # only with Ray
+
         async with self._putting:
             if digest not in self._references:
                 content = numpy.memmap(path, numpy.uint8, mode="r")  # copied once, into the store
@@ -71,12 +71,12 @@ class LoraStore:
         text = json.dumps(hashes, sort_keys=True).encode()
         return self._directory / hashlib.sha256(text).hexdigest()
 
-    def receive(self, content: "numpy.ndarray[Any, Any]") -> None:
-        """Write a file, and hash it at the same time."""
-        digest = hashlib.sha256()
+    def receive(self, content: Any) -> None:
+        """Write a file, given as an array of bytes, and hash it at the same time."""
+        view, digest = memoryview(content), hashlib.sha256()
         with tempfile.NamedTemporaryFile(dir=self._directory / "arriving", delete=False) as file:
-            for start in range(0, len(content), CHUNK):
-                chunk = content[start : start + CHUNK].data
+            for start in range(0, len(view), CHUNK):
+                chunk = view[start : start + CHUNK]
                 digest.update(chunk)
                 file.write(chunk)
         Path(file.name).rename(self._directory / "arriving" / digest.hexdigest())

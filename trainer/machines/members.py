@@ -10,7 +10,7 @@ from kit.errors import KitError
 from kit.state_dir import STATE_DIR
 from trainer.machines.lora_files import Broadcast
 from trainer.machines.machine_actor import MachineActor
-from trainer.machines.ray_cluster import Machine, RayCluster
+from trainer.machines.ray_cluster import Actor, Machine, RayCluster
 from trainer.machines.remote_engine import RemoteEngine
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ class Members:
         self._kind = kind
         self._watching: asyncio.Task[None] | None = None
         self._keeping: dict[Machine, asyncio.Task[None]] = {}
+        self._actors: dict[Machine, Actor] = {}
         self._numbers: dict[Machine, int | None] = {}
 
     def start(self) -> None:
@@ -83,6 +84,7 @@ class Members:
     async def _connect(self, machine: Machine) -> None:
         directory = str(NODES / f"{machine.name}-{machine.address}")
         actor = await self._cluster.actor(self._kind, machine, directory)
+        self._actors[machine] = actor
         engine = RemoteEngine(actor, machine.name, self._broadcast)
         reading = asyncio.create_task(engine.read_replies())
         try:
@@ -99,6 +101,7 @@ class Members:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         del self._numbers[machine]
+        self._actors.pop(machine, None)
         try:
             await self._cluster.remove(machine)
         except Exception as error:  # its machine is gone, and perhaps Ray too
@@ -107,8 +110,8 @@ class Members:
     async def _stop(self, machine: Machine) -> None:
         try:
             async with asyncio.timeout(STOP_WITHIN):
-                actor = await self._cluster.actor(self._kind, machine)
-                await actor.stop()
+                if actor := self._actors.get(machine):
+                    await actor.stop()
         except Exception as error:  # it is ended all the same
             logger.info("the engine on `%s` did not stop in order: %r", machine.name, error)
         await self._forget(machine)
