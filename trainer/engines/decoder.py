@@ -81,7 +81,11 @@ class Product:
         weight = torch.cat([weight.detach() for weight in weights.values()])
         self._bias = torch.cat([bias.detach() for bias in biases]) if biases else None
         self._dtype, self._device = weight.dtype, weight.device
-        self._packed = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
+        self._packed = (
+            weight.device.type == "cpu"
+            and weight.dtype == torch.bfloat16
+            and torch.ops.mkldnn._is_mkldnn_bf16_supported()  # on x86 with AVX-512, for example
+        )
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
         self._a: Tensor | None = None  # [N * R, I] for the N layers that have a LoRA
         self._b = weight  # [N * R, O]: each layer's transposed B in the layer's columns
