@@ -1,5 +1,6 @@
 """The decoder computes the same logits as the policy being trained."""
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -72,6 +73,7 @@ def test_a_lora_of_any_rank_and_targets_can_be_used_and_removed() -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # torch, of a CPU without bf16
 def test_bfloat16_differs_only_by_rounding() -> None:
     policy = load(LoraConfig(), torch.bfloat16)
     decoder = Decoder(policy)
