@@ -112,9 +112,11 @@ def test_two_machines_sample_and_train_as_one_and_a_killed_one_loses_no_request(
     overrides = {"ENGINE": "embedded", "LEARNER_PORT": learner_port, "RAY_PORT": ray_port}
     overrides |= {"BASE_MODEL": "tiny-random"}
     envs = " ".join(f"--env {name}={value}" for name, value in overrides.items())
-    laptop.run(
-        f"./launch-cluster.sh sky/art-multi-node.yaml --gpus none --cpus 4 --memory 8 {envs}"
-    )
+    launch = f"./launch-cluster.sh sky/art-multi-node.yaml --gpus none --cpus 4 --memory 8 {envs}"
+    try:
+        laptop.run(launch)
+    except AssertionError as error:  # the log goes with the cluster
+        raise AssertionError(f"{error}\n{server_log()}") from None
     (job,) = jobs("art-")
     assert job.endswith(" art-n[1-2]"), job
     until(lambda: server_log().count(SERVES) >= 1, server_log)
