@@ -68,7 +68,7 @@ class ServerConfig(Config):
     nodes: int = Field(1, ge=1)
     """Machines of the Ray cluster that train a step together, including this one; the others only
     sample."""
-    ray: Annotated[str | None, Env("ART_RAY")] = Field(None, pattern=r"^(auto|[^/]+:\d+)$")
+    ray: str | None = Field(None, pattern=r"^(auto|[^/]+:\d+)$")
     """Ray cluster whose machines sample and train too: HOST:PORT of its head, or `auto` for the one
     that was started on this machine. It needs `api_key`."""
     learner_port: int = Field(7997, ge=1, le=65535)
