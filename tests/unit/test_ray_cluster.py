@@ -105,7 +105,10 @@ def test_ray_ends_with_the_server_whose_exit_code_is_passed_on(home: Path) -> No
     assert not (home / ".art-cluster/ray-head").exists()
     line = " ".join(arguments)
     # Ray places nothing on the head, whose engine and learner are children of the server.
-    assert f"start --head --port {port} --num-cpus 0 --num-gpus 0 --no-monitor --include-dashboard" in line
+    assert (
+        f"start --head --port {port} --num-cpus 0 --num-gpus 0 --no-monitor --include-dashboard"
+        in line
+    )
     assert "--node-ip-address 127.0.0.1 " in line
     used = {int(word) for word in arguments if word.isdecimal()}
     assert not used & {6380, 8266, 52365}  # SkyPilot's own Ray
