@@ -1,14 +1,17 @@
 """The Ray actor on another machine: its engine and its learner processes, for the server.
 
-The server's calls (`processes.rpc`) arrive one by one; the replies to all of them leave in one
-stream, as many at once as there are, because each message through Ray costs about a millisecond.
+Ray starts and restarts the actor and brings it LoRAs. Calls and tokens (`processes.rpc`) take one
+connection of their own, since each message through Ray costs a millisecond of a core: the actor
+tells the server its port and a secret through Ray, and answers who knows the secret.
 """
 
 import asyncio
 import contextlib
+import hmac
 import json
 import logging
 import os
+import secrets
 from collections.abc import AsyncIterator, Callable
 from dataclasses import asdict
 from functools import partial
@@ -25,16 +28,22 @@ from trainer.engines.engine import Engine, SampleRequest
 from trainer.errors import NotFound, TrainerError
 from trainer.machines.lora_files import Hashes, LoraStore
 from trainer.machines.peers import Peers
+from trainer.machines.remote_engine import LIMIT
 from trainer.processes.rpc import write_error
 
 logger = logging.getLogger(__name__)
+GREETED_WITHIN = 30.0  # seconds
 
 
 class MachineActor:
     """This machine's engine and learner processes, controlled by the server."""
 
-    def __init__(self, directory: str) -> None:
-        """`directory` holds LoRAs and logs; a relative one is below that of `ray start`."""
+    def __init__(self, directory: str, address: str) -> None:
+        """`directory` holds LoRAs and logs; a relative one is below that of `ray start`.
+
+        `address` is this machine's in the cluster.
+        """
+        self._address = address
         self._directory = Path(directory).expanduser().resolve()
         (self._directory / LOGS).mkdir(parents=True, exist_ok=True)
         logging.basicConfig(
@@ -47,8 +56,9 @@ class MachineActor:
         self._engine: Engine | None = None
         self._loras: dict[str, Path] = {}
         self._peers = Peers(self._directory / LOGS / "learner.log")
-        self._session = ""
-        self._outbox: asyncio.Queue[Json | None] = asyncio.Queue()
+        self._listening: asyncio.Server | None = None
+        self._secret = ""
+        self._connection: asyncio.StreamWriter | None = None
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._handlers: dict[str, Callable[..., Any]] = {
             "begin": self._begin,
@@ -62,39 +72,16 @@ class MachineActor:
 
     # What the server calls through Ray
 
-    async def replies(self, session: str) -> AsyncIterator[list[Json]]:
-        """Serve this session from now on: yield its replies, until another session begins."""
-        self._end_session()
-        self._session, self._outbox = session, asyncio.Queue()
-        outbox = self._outbox
-        logger.info("a server has connected")
-        yield []  # calls of this session are answered from here on
-        while True:
-            batch = [await outbox.get()]
-            await asyncio.sleep(0)  # let others add theirs
-            while not outbox.empty():
-                batch.append(outbox.get_nowait())
-            yield [reply for reply in batch if reply is not None]
-            if None in batch:
-                return
+    async def open(self) -> tuple[int, str]:
+        """Begin to listen, and return the port and the secret for the next connection."""
+        if self._listening is None:
+            self._listening = await asyncio.start_server(self._serve, self._address, limit=LIMIT)
+        self._secret = secrets.token_hex(32)
+        return int(self._listening.sockets[0].getsockname()[1]), self._secret
 
-    async def receive(self, session: str, message: str) -> None:
-        """Begin a call; its replies leave with those of the others."""
-        if session != self._session:
-            return  # of a server that was killed
-        request = json.loads(message)
-        call, method = int(request["id"]), str(request["method"])
-        if method == "cancel":
-            if task := self._calls.get(call):
-                task.cancel()
-            return
-        self._calls[call] = asyncio.create_task(self._answer(call, method, request["params"]))
-        self._calls[call].add_done_callback(partial(_forget, self._calls, call))
-
-    async def store(self, session: str, content: Any) -> None:
+    async def store(self, content: Any) -> None:
         """Keep a file of a LoRA, for `load`."""
-        if session == self._session:
-            await asyncio.to_thread(self._store.receive, content)
+        await asyncio.to_thread(self._store.receive, content)
 
     async def stop(self) -> None:
         """Stop everything that runs here."""
@@ -104,30 +91,68 @@ class MachineActor:
             await self._engine.stop()
         self._engine = None
 
+    # The connection
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer the calls of one connection; the newest one replaces the others."""
+        try:
+            async with asyncio.timeout(GREETED_WITHIN):
+                greeting = await reader.readline()
+            expected, self._secret = self._secret, ""  # each is good for one connection
+            if not expected or not hmac.compare_digest(greeting.strip(), expected.encode()):
+                logger.warning("a connection without the secret was refused")
+                return
+            self._end_session()
+            self._connection = writer
+            logger.info("the server has connected")
+            while line := await reader.readline():
+                self._receive(json.loads(line))
+        except (OSError, ValueError, TimeoutError) as error:
+            logger.info("a connection broke: %s", error)
+        finally:
+            if self._connection is writer:
+                self._end_session()
+            writer.close()
+
+    def _receive(self, request: Json) -> None:
+        """Begin a call, or cancel one."""
+        call, method = int(request["id"]), str(request["method"])
+        if method == "cancel":
+            if task := self._calls.get(call):
+                task.cancel()
+            return
+        self._calls[call] = asyncio.create_task(self._answer(call, method, request["params"]))
+        self._calls[call].add_done_callback(partial(_forget, self._calls, call))
+
     def _end_session(self) -> None:
-        self._outbox.put_nowait(None)
-        self._session = ""
         for task in list(self._calls.values()):
             task.cancel()
         self._calls.clear()
+        if self._connection:
+            self._connection.close()
+        self._connection = None
 
     async def _answer(self, call: int, method: str, params: Json) -> None:
-        outbox = self._outbox
+        connection = self._connection
+        assert connection
 
-        def reply(**fields: Any) -> None:
-            outbox.put_nowait({"id": call, **fields})
+        async def reply(**fields: Any) -> None:
+            connection.write(json.dumps({"id": call, **fields}).encode() + b"\n")
+            await connection.drain()
 
         try:
             if method == "sample":
                 async for row in self._sample(**params):
-                    reply(row=row)
-                reply(done=None)
+                    await reply(row=row)
+                await reply(done=None)
             else:
-                reply(done=await self._handlers[method](**params))
+                await reply(done=await self._handlers[method](**params))
+        except OSError as error:
+            logger.info("nobody waits for call %s: %s", method, error)
         except Exception as error:  # one bad request must not end the others
             if not isinstance(error, KitError):
                 logger.exception("call %s failed", method)
-            reply(error=write_error(error))
+            await reply(error=write_error(error))
 
     # Calls of the server
 
@@ -209,5 +234,5 @@ class MachineActor:
 
 
 def _forget(calls: dict[int, asyncio.Task[None]], call: int, task: asyncio.Task[None]) -> None:
-    if calls.get(call) is task:  # another session may have begun, with the same numbers
+    if calls.get(call) is task:  # another connection may have begun, with the same numbers
         del calls[call]

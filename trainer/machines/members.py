@@ -83,12 +83,11 @@ class Members:
 
     async def _connect(self, machine: Machine) -> None:
         directory = str(NODES / f"{machine.name}-{machine.address}")
-        actor = await self._cluster.actor(self._kind, machine, directory)
+        actor = await self._cluster.actor(self._kind, machine, directory, machine.address)
         self._actors[machine] = actor
-        engine = RemoteEngine(actor, machine.name, self._broadcast)
+        engine = await RemoteEngine.connect(machine, actor, self._broadcast)
         reading = asyncio.create_task(engine.read_replies())
         try:
-            await engine.wait_until_connected()
             await self._serve(engine, self._numbers[machine])
         finally:
             engine.close()

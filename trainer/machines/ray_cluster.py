@@ -10,14 +10,12 @@ import contextlib
 import hashlib
 import logging
 import os
-import secrets
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from kit.errors import NotInstalled
 from kit.package_data import how_to_install
-from kit.types import Json
 from trainer.errors import TrainerError, WorkerDied
 
 NAMESPACE = "art"
@@ -180,27 +178,21 @@ def _in_group(group: Any) -> Any:
 
 
 class Actor:
-    """A connection to an actor, which answers one server at a time: the newest."""
+    """A machine's actor: what the server asks of it through Ray."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
-        self._session = secrets.token_hex(8)
 
-    def send(self, message: str) -> None:
-        """Send a call; a lost one is reported by `replies`."""
-        self._handle.receive.remote(self._session, message)
+    async def open(self) -> tuple[int, str]:
+        """The port of the actor's machine that answers calls, and the secret to begin with."""
+        with _as_died():
+            port, secret = await self._handle.open.remote()
+        return port, secret
 
     async def store(self, content: Any) -> None:
         """Send a file that is in the object store."""
         with _as_died():
-            await self._handle.store.remote(self._session, content)
-
-    async def replies(self) -> AsyncIterator[list[Json]]:
-        """Yield the replies to all calls, several at once, until the actor dies."""
-        stream = self._handle.replies.options(num_returns="streaming")
-        with _as_died():
-            async for reference in stream.remote(self._session):
-                yield await reference
+            await self._handle.store.remote(content)
 
     async def stop(self) -> None:
         """Let the actor stop its processes in order, before it is removed."""

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import json
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,44 +12,53 @@ from typing import Any
 from trainer.engines.engine import Delta, SampleRequest
 from trainer.errors import CheckpointError, WorkerDied
 from trainer.machines.lora_files import Broadcast, hashes_of
-from trainer.machines.ray_cluster import Actor
+from trainer.machines.ray_cluster import Actor, Machine
 from trainer.processes.rpc import RpcClient
 
 logger = logging.getLogger(__name__)
+LIMIT = 64 << 20  # bytes in one message; the longest holds a prompt, or the tokens of a reply
+CONNECT_WITHIN = 30.0  # seconds
 LOAD_WITHIN = 600.0  # seconds; a training step waits until every engine holds its LoRA
 
 
 class RemoteEngine:
-    """An engine on another machine. `read_replies` runs as long as the actor lives."""
+    """An engine on another machine. `read_replies` runs as long as it is connected."""
 
-    def __init__(self, actor: Actor, name: str, broadcast: Broadcast) -> None:
+    def __init__(
+        self,
+        name: str,
+        actor: Actor,
+        broadcast: Broadcast,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
         self.name = name
         self._actor = actor
         self._broadcast = broadcast
-        self._connected = asyncio.Event()
+        self._reader, self._writer = reader, writer
         self._lost = asyncio.Event()
         self._rpc = RpcClient(self._write, self.died)
         self._loading = asyncio.Lock()
         self._held: set[str] = set()
 
+    @classmethod
+    async def connect(cls, machine: Machine, actor: Actor, broadcast: Broadcast) -> "RemoteEngine":
+        """Connect to the actor of a machine, which answers nobody else from then on."""
+        port, secret = await actor.open()
+        async with asyncio.timeout(CONNECT_WITHIN):
+            reader, writer = await asyncio.open_connection(machine.address, port, limit=LIMIT)
+        writer.write(f"{secret}\n".encode())
+        return cls(machine.name, actor, broadcast, reader, writer)
+
     async def read_replies(self) -> None:
-        """Pass replies to the calls that wait for them, until the actor dies."""
+        """Pass replies to the calls that wait for them, until the connection ends."""
         try:
-            async with contextlib.aclosing(self._actor.replies()) as batches:  # type: ignore[type-var]
-                async for replies in batches:
-                    self._connected.set()  # the first batch is empty
-                    for reply in replies:
-                        self._rpc.receive(reply)
-        except WorkerDied as error:
-            logger.info("the actor on `%s` is gone: %s", self.name, error.message)
+            while line := await self._reader.readline():
+                self._rpc.receive(json.loads(line))
+        except (OSError, ValueError) as error:
+            logger.info("the connection to `%s` broke: %s", self.name, error)
         finally:
             self.close()
-
-    async def wait_until_connected(self) -> None:
-        """Wait until the actor listens; raises the error if it dies instead."""
-        await self._connected.wait()
-        if self._lost.is_set():
-            raise self.died()
 
     async def wait_until_lost(self) -> None:
         await self._lost.wait()
@@ -56,7 +66,7 @@ class RemoteEngine:
     def close(self) -> None:
         """Give the engine up: every call that waits for it fails."""
         self._lost.set()
-        self._connected.set()
+        self._writer.close()
         self._rpc.fail_all()
 
     async def call(self, method: str, **params: Any) -> Any:
@@ -101,7 +111,7 @@ class RemoteEngine:
     def _write(self, message: str) -> None:
         if self._lost.is_set():
             raise self.died()
-        self._actor.send(message)
+        self._writer.write(message.encode() + b"\n")
 
     def died(self) -> WorkerDied:
         return WorkerDied(
