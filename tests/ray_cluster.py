@@ -28,7 +28,7 @@ _networks = itertools.count(1)
 class RayHosts:
     """`with RayHosts(directory) as hosts:` starts the head; `join` adds a machine."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, **environment: str) -> None:
         self._directory = directory
         # Addresses of its own, for tests that run at the same time.
         self._network = f"127.{os.getpid() % 250 + 1}.{next(_networks) % 250}"
@@ -39,6 +39,7 @@ class RayHosts:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": token_for(KEY),
             "OMP_NUM_THREADS": "1",
+            **environment,
         }
         self._temporary = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # sockets need short paths
         self._machines: dict[str, subprocess.Popen[bytes]] = {}

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.ray_cluster import RayHosts
 from tests.serving import Serving, vllm_python
 
 
@@ -32,3 +33,11 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory, art_cache: str) -> Ite
     variables = {"ART_CACHE": art_cache, "ART_VLLM": vllm_python()}
     with Serving(directory, "tiny-random", *arguments, **variables) as serving:
         yield serving
+
+
+@pytest.fixture(scope="session")
+def ray_hosts(tmp_path_factory: pytest.TempPathFactory, art_cache: str) -> Iterator[RayHosts]:
+    """A Ray cluster with a head and one more machine, which every test leaves as it was."""
+    with RayHosts(tmp_path_factory.mktemp("hosts"), ART_CACHE=art_cache) as hosts:
+        hosts.join()
+        yield hosts

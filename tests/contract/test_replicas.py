@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,9 @@ from trainer.machines.replicas import Replicas
 PROMPT = [256, 257, *b"user\nhi", 258, 10, 257, *b"assistant\n"]
 
 
-@pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHosts]:
-    with RayHosts(tmp_path_factory.mktemp("hosts")) as hosts:
-        hosts.join()
-        yield hosts
+@pytest.fixture
+def hosts(ray_hosts: RayHosts) -> RayHosts:
+    return ray_hosts
 
 
 @pytest.fixture

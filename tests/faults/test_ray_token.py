@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -46,6 +47,9 @@ def network() -> Iterator[None]:
         f"ip -n {NAMESPACE} addr add {STRANGER}/30 dev stranger",
         f"ip -n {NAMESPACE} link set stranger up",
     )
+    if not (shutil.which("ip") and shutil.which("ss") and shutil.which("curl")):
+        for install in ("update", "install -y --no-install-recommends iproute2 curl"):
+            subprocess.run(["apt-get", "-qq", *install.split()], check=True)
     subprocess.run(["ip", "netns", "delete", NAMESPACE], capture_output=True)  # of a killed run
     try:
         for command in commands:

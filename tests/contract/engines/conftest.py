@@ -42,20 +42,18 @@ async def engines(
             await asyncio.gather(embedded.stop(), vllm.stop())
 
 
-@pytest_asyncio.fixture(loop_scope="session", scope="package")  # a process joins one cluster
+@pytest_asyncio.fixture(loop_scope="session", scope="module")  # a process joins one cluster
 async def replicas(
-    tmp_path_factory: pytest.TempPathFactory, art_cache: str
+    tmp_path_factory: pytest.TempPathFactory, art_cache: str, ray_hosts: RayHosts
 ) -> AsyncIterator[Replicas]:
     """Two embedded engines that act as one; the second is on another machine of a Ray cluster."""
     directory = tmp_path_factory.mktemp("replicas")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ART_CACHE", art_cache)
         patch.setenv("OMP_NUM_THREADS", "1")
-        with RayHosts(directory) as hosts:
-            hosts.join()
-            async with engines_of(hosts, directory) as replicas:
-                await ready(replicas)
-                yield replicas
+        async with engines_of(ray_hosts, directory) as replicas:
+            await ready(replicas)
+            yield replicas
 
 
 @pytest.fixture(params=["embedded", "vllm", "replicas"])
