@@ -86,6 +86,9 @@ class MachineActor:
     async def stop(self) -> None:
         """Stop everything that runs here."""
         self._end_session()
+        if self._listening:
+            self._listening.close()
+        self._listening = None
         await self._peers.stop()
         if self._engine:
             await self._engine.stop()
@@ -98,10 +101,11 @@ class MachineActor:
         try:
             async with asyncio.timeout(GREETED_WITHIN):
                 greeting = await reader.readline()
-            expected, self._secret = self._secret, ""  # each is good for one connection
-            if not expected or not hmac.compare_digest(greeting.strip(), expected.encode()):
+            expected = self._secret.encode()
+            if not expected or not hmac.compare_digest(greeting.strip(), expected):
                 logger.warning("a connection without the secret was refused")
                 return
+            self._secret = ""  # it is good for one connection
             self._end_session()
             self._connection = writer
             logger.info("the server has connected")
