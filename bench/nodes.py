@@ -58,6 +58,12 @@ class ReplayEngine:
 
     async def sample(self, request: SampleRequest) -> AsyncIterator[Delta]:
         async with self._slots:
+            if not request.stream:
+                await asyncio.sleep(INTERVAL)
+                tokens = list(range(request.max_tokens or 1))
+                logprobs = [-0.12345678] * len(tokens)
+                yield Delta(0, tokens, logprobs, "word " * len(tokens), finish_reason="stop")
+                return
             for number in range(request.max_tokens or 1):
                 await asyncio.sleep(INTERVAL)
                 last = number + 1 == request.max_tokens
@@ -87,11 +93,23 @@ async def measure(replicas: Any, lora: Path) -> dict[str, float]:
     await replicas.load("bench@1", lora)
     figures = {"LoRA of 100 MB, s": time.monotonic() - began}
     await replicas.unload("bench@1")
-    began = time.monotonic()
+    began, used = time.monotonic(), time.process_time()
     found = await waits(replicas, STREAMS)
     figures["tokens a second"] = len(found) / (time.monotonic() - began)
+    figures["server's CPU, us a streamed token"] = 1e6 * (time.process_time() - used) / len(found)
     cuts = statistics.quantiles(found, n=100)
-    return {**figures, "wait of a token, p50 ms": cuts[49], "p99 ms": cuts[98]}
+    figures |= {"wait of a token, p50 ms": cuts[49], "p99 ms": cuts[98]}
+    used = time.process_time()
+    await asyncio.gather(*(whole(replicas) for _ in range(STREAMS)))
+    cpu = 1e6 * (time.process_time() - used) / STREAMS
+    return {**figures, "server's CPU, us a choice of 512 tokens": cpu}
+
+
+async def whole(engine: Any) -> None:
+    """Sample a choice that arrives as a whole."""
+    async with aclosing(engine.sample(SampleRequest([1] * 1000, max_tokens=512))) as deltas:
+        async for _ in deltas:
+            pass
 
 
 def new_lora(directory: Path) -> Path:
