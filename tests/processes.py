@@ -12,8 +12,11 @@ LISTENS = "0A"
 
 def children(pid: int) -> list[int]:
     """The processes that any thread of a process has started."""
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    return [int(found) for it in threads for found in (it / "children").read_text().split()]
+    found: list[int] = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            found += map(int, (thread / "children").read_text().split())
+    return found
 
 
 def descendants(pid: int) -> list[int]:
