@@ -1,8 +1,11 @@
 """The actor's own port: it answers who knows the secret, and the newest connection only."""
 
 import asyncio
+import errno
 import json
 from pathlib import Path
+
+import pytest
 
 from trainer.machines.machine_actor import MachineActor
 
@@ -34,6 +37,20 @@ async def test_a_connection_needs_the_secret_which_is_good_for_one(tmp_path: Pat
     assert await answer(port, "guess") == b""
     assert await answer(port, secret)  # a guess before it changes nothing
     assert await answer(port, "") == b""  # also when no secret is expected
+    await actor.stop()
+
+
+async def test_a_full_disk_there_is_an_answer_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor = MachineActor(str(tmp_path), "127.0.0.1")
+
+    def full(hashes: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(actor._store, "complete", full)
+    told = json.loads(await answer(*await actor.open()))
+    assert "No space left on device" in told["error"]["message"]
     await actor.stop()
 
 

@@ -33,6 +33,7 @@ from trainer.processes.rpc import write_error
 
 logger = logging.getLogger(__name__)
 GREETED_WITHIN = 30.0  # seconds
+GREETING = 65  # bytes of the first line: the secret
 
 
 class MachineActor:
@@ -76,7 +77,7 @@ class MachineActor:
         """Begin to listen, and return the port and the secret for the next connection."""
         if self._listening is None:
             self._listening = await asyncio.start_server(self._serve, self._address, limit=LIMIT)
-        self._secret = secrets.token_hex(32)
+        self._secret = secrets.token_hex(GREETING // 2)
         return int(self._listening.sockets[0].getsockname()[1]), self._secret
 
     async def store(self, content: Any) -> None:
@@ -100,9 +101,9 @@ class MachineActor:
         """Answer the calls of one connection; the newest one replaces the others."""
         try:
             async with asyncio.timeout(GREETED_WITHIN):
-                greeting = await reader.readline()
-            expected = self._secret.encode()
-            if not expected or not hmac.compare_digest(greeting.strip(), expected):
+                greeting = await reader.readexactly(GREETING)  # no more, from somebody unknown
+            expected = f"{self._secret}\n".encode()
+            if not self._secret or not hmac.compare_digest(greeting, expected):
                 logger.warning("a connection without the secret was refused")
                 return
             self._secret = ""  # it is good for one connection
@@ -111,7 +112,7 @@ class MachineActor:
             logger.info("the server has connected")
             while line := await reader.readline():
                 self._receive(json.loads(line))
-        except (OSError, ValueError, TimeoutError) as error:
+        except (OSError, EOFError, ValueError, TimeoutError) as error:
             logger.info("a connection broke: %s", error)
         finally:
             if self._connection is writer:
@@ -142,7 +143,8 @@ class MachineActor:
 
         async def reply(**fields: Any) -> None:
             connection.write(json.dumps({"id": call, **fields}).encode() + b"\n")
-            await connection.drain()
+            with contextlib.suppress(ConnectionError):  # the server is gone: nobody waits for it
+                await connection.drain()
 
         try:
             if method == "sample":
@@ -151,8 +153,6 @@ class MachineActor:
                 await reply(done=None)
             else:
                 await reply(done=await self._handlers[method](**params))
-        except OSError as error:
-            logger.info("nobody waits for call %s: %s", method, error)
         except Exception as error:  # one bad request must not end the others
             if not isinstance(error, KitError):
                 logger.exception("call %s failed", method)
