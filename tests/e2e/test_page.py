@@ -55,6 +55,25 @@ def address(directory: Path) -> Iterator[str]:
         yield address
 
 
+def test_every_character_of_a_token_is_drawn(page: Page, address: str) -> None:
+    page.goto(address)
+    unseen = page.evaluate("""async () => {
+        const { drawn } = await import("/files/format.js");
+        const box = document.body.appendChild(document.createElement("div"));
+        box.className = "tokens";
+        const texts = Array.from({ length: 0x3001 }, (_, code) => String.fromCodePoint(code));
+        const spans = [...texts, "", "\\r\\n", " \\t", "\\u200d\\n"].map((text) => {
+            const span = document.createElement("span");
+            span.textContent = drawn(text);
+            box.append(span, document.createElement("br"));
+            return [text, span];
+        });
+        const isDrawn = ([, span]) => span.getBoundingClientRect().width > 0;
+        return spans.filter((one) => !isDrawn(one)).map(([text]) => text);
+    }""")
+    assert unseen == []
+
+
 def test_a_reader_goes_from_a_step_to_a_group_to_its_tokens(page: Page, address: str) -> None:
     open_page(page, address, RUN)
     expect(page.locator("#reward figure.large")).to_have_attribute("data-last", str(STEPS))

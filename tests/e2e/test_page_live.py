@@ -50,21 +50,18 @@ def test_a_reader_watches_a_run_learn_and_reads_it_after_the_server_has_ended(
     expect(page.locator("#verdict")).to_contain_text("There is no run yet.")
     assert token not in page.url
     assert httpx.get(f"{home}/?token={token}", timeout=60).status_code == 401  # it opens once
-    with (tmp_path / "finetune.log").open("wb") as log:
-        command = [
-            sys.executable,
-            "-m",
-            "trainer",
-            "finetune",
-            f"--config_file={_config(serving, tmp_path)}",
-        ]
-        training = subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log)
+    command = [sys.executable, "-m", "trainer", "finetune"]
+    command.append(f"--config_file={_config(serving, tmp_path)}")
     curve = page.locator("#reward figure.large")
-    expect(curve).to_have_attribute("data-last", re.compile(r"[1-9]"))
-    page.evaluate("globalThis.stayed = true")
-    points = int(curve.get_attribute("data-points") or 0)
-    _read_a_step(page)
-    assert training.wait(300) == 0, (tmp_path / "finetune.log").read_text()[-3000:]
+    with (
+        (tmp_path / "finetune.log").open("wb") as log,
+        subprocess.Popen(command, cwd=tmp_path, stdout=log, stderr=log) as training,
+    ):
+        expect(curve).to_have_attribute("data-last", re.compile(r"[1-9]"))
+        page.evaluate("globalThis.stayed = true")
+        points = int(curve.get_attribute("data-points") or 0)
+        _read_a_step(page)
+        assert training.wait(300) == 0, (tmp_path / "finetune.log").read_text()[-3000:]
     expect(curve).to_have_attribute("data-last", str(EPOCHS))
     assert int(curve.get_attribute("data-points") or 0) > points
     assert page.evaluate("globalThis.stayed") is True  # it grew without a reload

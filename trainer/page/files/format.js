@@ -97,6 +97,20 @@ export function visible(text) {
   return JSON.stringify(text ?? "");
 }
 
+const UNSEEN = /^[\p{C}\p{Z}\p{M}]*$/u; // no character that has a shape of its own
+
+/** A token's text, in which a character without a shape is drawn too. Runs of spaces stay as they are. */
+export function drawn(text) {
+  if (!text) return "∅";
+  const controls = text.replace(/[\0-\x08\x0b-\x1f]/g, (one) => String.fromCodePoint(0x2400 + one.codePointAt(0))).replace(/\x7f/g, "␡");
+  if (/^ +$/.test(text) || !UNSEEN.test(controls)) return controls;
+  return controls.replace(/[^ ]/gu, (one) => {
+    if (one === "\n") return "⏎\n";
+    if (one === "\t") return "⇥";
+    return /\p{M}/u.test(one) ? `◌${one}` : `U+${one.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}`;
+  });
+}
+
 export function shorten(text, most = 120) {
   const line = (text ?? "").replace(/\s+/g, " ").trim();
   return line.length > most ? `${line.slice(0, most - 1)}…` : line;

@@ -1,7 +1,7 @@
 // The tokens of an attempt, coloured by what each was trained with. Exact ids and numbers on focus.
 
 import { choice, empty, failure, fill, h, pager } from "./dom.js";
-import { count, num, signed, visible } from "./format.js";
+import { count, drawn, num, signed, visible } from "./format.js";
 import { newest } from "./api.js";
 
 const LIMIT = 2000;
@@ -136,12 +136,11 @@ export class Tokens {
         sequence = page.sequence[at];
         if (sequence || parts.length) parts.push(h("h4", {}, `Sequence ${sequence + 1}`));
       }
-      const text = page.text[at] ?? "";
       const span = document.createElement("span");
       span.className = `token ${rule.of(page, at, this.#scale)}`;
       span.dataset.at = at;
       span.tabIndex = at ? -1 : 0;
-      span.textContent = text.trim() || /^ +$/.test(text) ? text : text.replace(/\n/g, "⏎\n") || "∅";
+      span.textContent = drawn(page.text[at]);
       parts.push(span);
     }
     return parts;
