@@ -79,7 +79,8 @@ def _group(nodeid: str) -> str:
     for name, files in _LONG_GROUPS.items():
         if file in files:
             return name
-    compares = file.startswith("contract/engines/")  # with vLLM: every other engine is held to it
+    # In `engines` every other engine is compared with vLLM.
+    compares = file.startswith(("contract/engines/", "contract/test_parts.py"))
     is_vllm = file.startswith("contract/") and "vllm" in nodeid.partition("[")[2]
     return _VLLM if compares or is_vllm else file
 

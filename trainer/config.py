@@ -68,6 +68,9 @@ class ServerConfig(Config):
     nodes: int = Field(1, ge=1)
     """Machines of the Ray cluster that train a step together, including this one; the others only
     sample."""
+    engine_nodes: int = Field(1, ge=1)
+    """Machines of the Ray cluster that hold one copy of the model together, including this one, for
+    a model that is larger than a machine. It needs vLLM. With 1 each machine holds a whole copy."""
     ray: str | None = Field(None, pattern=r"^(auto|[^/]+:\d+)$")
     """Ray cluster whose machines sample and train too: HOST:PORT of its head, or `auto` for the one
     that was started on this machine. It needs `api_key`."""
@@ -107,8 +110,11 @@ class ServerConfig(Config):
 
     @pydantic.model_validator(mode="after")
     def _settings_agree(self) -> "ServerConfig":
-        if self.nodes > 1 and not self.ray:
-            raise ValueError(f"nodes is `{self.nodes}`, but ray is not set")
+        for name in ("nodes", "engine_nodes"):
+            if getattr(self, name) > 1 and not self.ray:
+                raise ValueError(f"{name} is `{getattr(self, name)}`, but ray is not set")
+        if self.engine_nodes > 1 and self.engine == "embedded":
+            raise ValueError("engine is `embedded`, which needs engine_nodes to be 1")
         if self.nodes > 1 and self.quantization:
             raise ValueError(f"quantization is `{self.quantization}`, which needs nodes to be 1")
         unused = {"lora", "nodes", "learner_devices", "take_turns"} & self.model_fields_set

@@ -1,12 +1,14 @@
 """A stand-in for `vllm serve` on machines without a GPU, where vLLM cannot sleep.
 
 It has the routes that sleep mode needs, fails all other requests while it sleeps, as the real one
-would on freed memory, and logs every request with its process id.
+would on freed memory, and logs every request with its process id. As a part of another machine's
+vLLM it does nothing until it is ended.
 """
 
 import argparse
 import json
 import os
+import signal
 import socketserver
 import sys
 from http.server import BaseHTTPRequestHandler
@@ -61,9 +63,12 @@ class Handler(BaseHTTPRequestHandler):
 if os.environ.get("FAKE_VLLM_FAILS") == "start" and "--enable-sleep-mode" in sys.argv:
     sys.exit("ValueError: Sleep mode is not supported on current platform.")
 parser = argparse.ArgumentParser()
-parser.add_argument("--uds", required=True)
+parser.add_argument("--uds")
+parser.add_argument("--headless", action="store_true")
 parser.add_argument("--enable-sleep-mode", action="store_true")
 arguments, _ = parser.parse_known_args()
+if arguments.headless:
+    signal.pause()
 can_sleep = arguments.enable_sleep_mode and os.environ.get("VLLM_SERVER_DEV_MODE") == "1"
 with socketserver.ThreadingUnixStreamServer(arguments.uds, Handler) as server:
     server.serve_forever()

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from kit.errors import ConfigError
 from trainer.base_model.resolve import resolve
 from trainer.config import ServerConfig
 from trainer.engines import choose, gpus
 from trainer.engines.gpus import assign_gpus, gpus_are_shared, gpus_required, visible_gpus
-from trainer.engines.vllm_args import check, defaults, spread
+from trainer.engines.vllm_args import VLLM_DEFAULTS, check, command_line, defaults, spread
 from trainer.errors import Unsupported
 
 # Heads and KV heads of Qwen2.5-7B and SmolLM2-135M.
@@ -151,6 +152,61 @@ def test_vllm_is_divided_over_all_of_its_gpus(
     assert config.engine_devices
     in_effect = {**spread(arguments, config.engine_devices), **arguments}
     assert gpus_required(in_effect) == len(config.engine_devices.split(","))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "devices", "sizes"),
+    [
+        ({}, "0,1", (2, 2)),
+        ({}, None, (1, 2)),
+        ({"tensor_parallel_size": 1}, "0", (1, 2)),  # some clients set the default
+        ({"tensor_parallel_size": 4, "pipeline_parallel_size": 1}, "0,1", (4, 1)),
+        ({"pipeline_parallel_size": 4}, "0,1", (1, 4)),
+    ],
+)
+def test_two_machines_divide_the_layers_unless_told_otherwise(
+    arguments: dict[str, int], devices: str | None, sizes: tuple[int, int]
+) -> None:
+    check(arguments, devices, 2)
+    told = {**VLLM_DEFAULTS, **spread(arguments, devices, 2), **arguments}
+    assert (told["tensor_parallel_size"], told["pipeline_parallel_size"]) == sizes
+    command = command_line(Path("model"), None, told)
+    assert "--headless" in command and "--uds" not in command
+
+
+@pytest.mark.parametrize("gpu_count", [4], indirect=True)
+def test_on_each_of_two_machines_engine_and_learner_have_their_own_gpus(
+    tmp_path: Path, gpu_count: int
+) -> None:
+    config = ServerConfig(ray="auto", nodes=2, engine_nodes=2)
+    for arguments in ({}, {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 4}):
+        assigned = assign_gpus(config, model(tmp_path, QWEN), arguments, multi_gpu_engine=True)
+        assert (assigned.engine_devices, assigned.learner_devices) == ("0,1", "2,3")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"pipeline_parallel_size": 3}, "divides vLLM into 3, but 2 machines hold one copy"),
+        ({"data_parallel_size": 2}, "divides vLLM into 4, but 2 machines hold one copy"),
+        ({"tensor_parallel_size": 4}, "over 8 GPUs, but the engine has `0,1` on each of 2"),
+        ({"distributed_executor_backend": "ray"}, "distributed_executor_backend` cannot be set"),
+        ({"node_rank": 1}, "`engine_args.node_rank` cannot be set: .*`--engine-nodes`"),
+    ],
+)
+def test_what_two_machines_cannot_divide_is_rejected(arguments: dict[str, int], told: str) -> None:
+    with pytest.raises(Unsupported, match=told):
+        check(arguments, "0,1", 2)
+
+
+def test_only_vllm_is_divided_over_machines(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="engine_nodes is `2`, but ray is not set"):
+        ServerConfig(engine_nodes=2)
+    with pytest.raises(ValueError, match="engine is `embedded`, which needs engine_nodes to be 1"):
+        ServerConfig(engine_nodes=2, ray="auto", engine="embedded")
+    config = ServerConfig(engine_nodes=2, ray="auto")  # `auto` means the embedded one here
+    with pytest.raises(ConfigError, match="Only vLLM divides a model over machines"):
+        choose.create_engine(config, resolve("tiny-random"), tmp_path)
 
 
 def test_more_gpus_than_the_engine_has_are_rejected() -> None:

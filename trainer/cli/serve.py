@@ -37,6 +37,7 @@ def devices(command: Any) -> Any:
     "--ray", metavar="ADDRESS", help="Use the machines of a Ray cluster: auto, HOST:PORT."
 )
 @click.option("--nodes", type=int, metavar="N", help="Machines that train together.  [1]")
+@click.option("--engine-nodes", type=int, metavar="N", help="Machines that share one model.  [1]")
 @click.option("--learner-port", type=int, metavar="PORT", help="Where learners meet.  [7997]")
 @click.option("--keep-rollouts", metavar="SIZE", help="Disk space for trained attempts.  [2GB]")
 @click.option(

@@ -50,6 +50,11 @@ def create_engine(
                 f"`engine_args` sets {names}, but this server uses the embedded engine",
                 hint="Remove them, or use `--engine vllm`",
             )
+        if config.engine_nodes > 1:
+            raise ConfigError(
+                f"`engine_nodes` is {config.engine_nodes}, but the engine is the embedded one",
+                hint="Only vLLM divides a model over machines: use `--engine vllm`",
+            )
         return EmbeddedEngine(directory, log=log, devices=config.engine_devices)
     return VllmEngine(
         directory,
@@ -60,6 +65,7 @@ def create_engine(
         arguments=vllm_arguments(config),
         devices=config.engine_devices,
         shared=trains and gpus_are_shared(config),
+        nodes=config.engine_nodes,
     )
 
 

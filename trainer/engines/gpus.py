@@ -12,6 +12,7 @@ from trainer.base_model.architecture import Architecture, read_architecture
 from trainer.config import ServerConfig
 
 logger = logging.getLogger(__name__)
+_SIZES = tuple(f"{kind}_parallel_size" for kind in ("tensor", "pipeline", "data"))
 
 
 def visible_gpus() -> list[str]:
@@ -52,7 +53,7 @@ def assign_gpus(
     if engine is None:
         free = [gpu for gpu in gpus if gpu not in (learner or [])]
         most = len(free) - (trains and learner is None)
-        required = gpus_required(arguments)
+        required = gpus_required(arguments, config.engine_nodes)
         if required and required > most:
             return config  # engine and learner share all GPUs
         architecture = read_architecture(model) if multi_gpu_engine else None
@@ -74,11 +75,20 @@ def gpus_are_shared(config: ServerConfig) -> bool:
     return engine is None or learner is None or bool(set(engine) & set(learner))
 
 
-def gpus_required(arguments: Mapping[str, Any]) -> int | None:
-    """Return how many GPUs vLLM needs with these arguments; None if they do not set a size."""
-    sizes = [arguments.get(f"{kind}_parallel_size") for kind in ("tensor", "pipeline", "data")]
-    numbers = [size for size in sizes if isinstance(size, int)]
-    return math.prod(numbers) if numbers else None
+def gpus_required(arguments: Mapping[str, Any], nodes: int = 1) -> int | None:
+    """Return how many GPUs vLLM needs on each of `nodes` machines; None if no size is set."""
+    given = any(isinstance(arguments.get(name), int) for name in _SIZES)
+    return math.ceil(parts_of(arguments, nodes) / nodes) if given else None
+
+
+def parts_of(arguments: Mapping[str, Any], nodes: int = 1) -> int:
+    """Return into how many parts vLLM divides the model over `nodes` machines.
+
+    If nothing else is set, each machine gets some of the layers, since only their output crosses
+    the network.
+    """
+    sizes = {"pipeline_parallel_size": nodes, **arguments}
+    return math.prod(size for name in _SIZES if isinstance(size := sizes.get(name), int))
 
 
 def _largest_parallel_size(most: int, architecture: Architecture | None) -> int:

@@ -20,6 +20,7 @@ from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines import constraints, vllm_args
 from trainer.engines.checks import token_limit
 from trainer.engines.engine import Delta, SampleRequest
+from trainer.engines.vllm_parts import OtherParts
 from trainer.engines.vllm_process import VllmProcess
 from trainer.engines.vllm_sampling import VllmSampler
 from trainer.errors import BadRequest, CheckpointError, Conflict, NotFound, TrainerError, WorkerDied
@@ -45,10 +46,14 @@ class VllmEngine:
         arguments: Mapping[str, Any],
         devices: str | None = None,
         shared: bool = True,
+        nodes: int = 1,
     ) -> None:
-        vllm_args.check(arguments, devices)
+        """`nodes` machines hold the model together: `divide` says which."""
+        vllm_args.check(arguments, devices, nodes)
         self._model = model
         self._devices = devices if cuda else None
+        self._nodes = nodes
+        self._parts: OtherParts | None = None
         self._shared = shared and cuda
         self._environment = {**vllm_args.environment(cuda=cuda), **gpu_environment(devices)}
         self._defaults = vllm_args.defaults(model, rank=rank, cuda=cuda, shared=shared)
@@ -73,6 +78,10 @@ class VllmEngine:
     def running(self) -> bool:
         return self._process.running
 
+    def divide(self, parts: OtherParts) -> None:
+        """Hold the model together with other machines."""
+        self._parts = parts
+
     async def start(self) -> None:
         """Start vLLM, unless another caller has started it in the meantime."""
         async with self._changing:
@@ -96,24 +105,34 @@ class VllmEngine:
         self._loaded.clear()
         self._to_unload.clear()
         arguments = self._effective_arguments
-        await self._process.start(
-            lambda socket: vllm_args.command_line(self._model, socket, arguments),
-            {**self._environment, **vllm_args.sleep_environment(arguments)},
-        )
+        environment = {**self._environment, **vllm_args.sleep_environment(arguments)}
+        if self._parts:
+            arguments |= await self._parts.start(arguments, self._process.stop)
+            environment |= self._parts.environment
+        try:
+            await self._process.start(
+                lambda socket: vllm_args.command_line(self._model, socket, arguments), environment
+            )
+        except WorkerDied:
+            if self._parts and self._parts.failure:
+                raise self._parts.failure from None
+            raise
         self._context = await self._process.context()
 
     async def stop(self) -> None:
         await self._process.stop()
+        if self._parts:
+            await self._parts.leave()
 
     async def configure(self, arguments: Mapping[str, Any]) -> None:
         """Add a client's arguments, and restart vLLM if it runs with other values."""
-        vllm_args.check(arguments, self._devices)
         for name, value in arguments.items():
             if self._arguments.get(name, value) != value:
                 raise Conflict(
                     f"`engine_args.{name}` is `{self._arguments[name]}` here, not `{value}`",
                     hint="Use the same value, or start another server on other ports",
                 )
+        vllm_args.check({**self._arguments, **arguments}, self._devices, self._nodes)
         current = {**vllm_args.VLLM_DEFAULTS, **self._effective_arguments}
         changed = [name for name, value in arguments.items() if current.get(name) != value]
         before, self._arguments = self._arguments, {**self._arguments, **arguments}
@@ -146,12 +165,14 @@ class VllmEngine:
                 logger.warning("stopping vLLM, because the learner needs its memory")
             self._defaults["enable_sleep_mode"] = True
             await self._process.stop()
+            if self._parts:
+                await self._parts.stop()
             self._process = VllmProcess(self._program, log=self._process.log)
         return True
 
     @property
     def _effective_arguments(self) -> Json:
-        spread = vllm_args.spread(self._arguments, self._devices)
+        spread = vllm_args.spread(self._arguments, self._devices, self._nodes)
         return {**self._defaults, **spread, **self._arguments}
 
     # LoRAs
@@ -168,6 +189,8 @@ class VllmEngine:
         async with self._changing:
             await self._drop(lora)
             self._paths.pop(lora, None)
+            if self._parts:
+                await self._parts.unshare(lora)
 
     @asynccontextmanager
     async def _using(self, lora: str | None) -> AsyncIterator[str]:
@@ -193,6 +216,8 @@ class VllmEngine:
             return  # another request loaded it first
         path = self._paths[lora]
         await self._raise_max_rank(path)
+        if self._parts:
+            path = await self._parts.share(lora, path)
         body = {"lora_name": self._name(lora), "lora_path": str(path)}
         try:
             await self._process.post("/v1/load_lora_adapter", body)

@@ -9,7 +9,7 @@ from typing import Any, get_args
 from kit.types import Json
 from trainer.base_model.precision import dtype_name
 from trainer.config import Target
-from trainer.engines.gpus import gpus_required
+from trainer.engines.gpus import parts_of
 from trainer.errors import Unsupported
 
 BASE = "base"  # vLLM's name for the model without a LoRA
@@ -23,6 +23,7 @@ _TOKENS = "the server needs exact tokens and the policy's own logprobs"
 _CHAT = "the server handles chat templates and tool calls"
 _STRUCTURED = "a constraint has to mean the same on every engine"
 _ONE = "several API processes would each know different LoRAs"
+_NODES = "the server itself divides vLLM over machines, with `--engine-nodes`"
 REFUSED = {
     **dict.fromkeys(("host", "port", "uds", "api_key", "root_path", "grpc", "grpc_port"), _WHERE),
     **dict.fromkeys(("ssl_keyfile", "ssl_certfile", "ssl_ca_certs", "ssl_cert_reqs"), _WHERE),
@@ -35,6 +36,7 @@ REFUSED = {
     **dict.fromkeys(("reasoning_parser", "response_role", "tool_parser_plugin"), _CHAT),
     **dict.fromkeys(("structured_outputs_config",), _STRUCTURED),
     **dict.fromkeys(("api_server_count", "data_parallel_external_lb"), _ONE),
+    **dict.fromkeys(("nnodes", "node_rank", "master_addr", "master_port"), _NODES),
 }
 
 # vLLM's own defaults: a client that sets one of these does not make vLLM restart.
@@ -46,17 +48,28 @@ VLLM_DEFAULTS = {
 }
 
 
-def check(arguments: Mapping[str, Any], devices: str | None = None) -> None:
-    """Raise an error that names the first argument a user must not set."""
+def check(arguments: Mapping[str, Any], devices: str | None = None, nodes: int = 1) -> None:
+    """Raise an error that names the first argument a user must not set.
+
+    `devices` are the GPUs on each of the `nodes` machines that hold the model together.
+    """
     for name in arguments:
         if why := REFUSED.get(name):
             raise Unsupported(f"`engine_args.{name}` cannot be set: {why}")
         if not name.isidentifier():
             raise Unsupported(f"`engine_args.{name}` is not the name of a vLLM setting")
-    needed = gpus_required(arguments) or 1
-    if devices and needed > len(devices.split(",")):
+    if nodes > 1 and "distributed_executor_backend" in arguments:
+        raise Unsupported(f"`engine_args.distributed_executor_backend` cannot be set: {_NODES}")
+    parts = parts_of(arguments, nodes)
+    if nodes > 1 and (parts % nodes or arguments.get("data_parallel_size", 1) != 1):
         raise Unsupported(
-            f"`engine_args` divides vLLM over {needed} GPUs, but the engine has `{devices}`",
+            f"`engine_args` divides vLLM into {parts}, but {nodes} machines hold one copy of it",
+            hint=f"Set `tensor_parallel_size` only, or `pipeline_parallel_size` to {nodes}",
+        )
+    if devices and parts > nodes * len(devices.split(",")):
+        where = f"`{devices}`" if nodes == 1 else f"`{devices}` on each of {nodes} machines"
+        raise Unsupported(
+            f"`engine_args` divides vLLM over {parts} GPUs, but the engine has {where}",
             hint="Use fewer, or start the server with more `--engine-devices`",
         )
 
@@ -86,10 +99,12 @@ def defaults(directory: Path, *, rank: int, cuda: bool, shared: bool = True) -> 
     return {**settings, "enforce_eager": True, "enable_chunked_prefill": False}
 
 
-def spread(arguments: Mapping[str, Any], devices: str | None) -> Json:
-    """Return the tensor parallel size that, with `arguments`, makes vLLM use all its GPUs."""
-    size = len(devices.split(",")) // (gpus_required(arguments) or 1) if devices else 1
-    return {"tensor_parallel_size": size} if size > 1 else {}
+def spread(arguments: Mapping[str, Any], devices: str | None, nodes: int = 1) -> Json:
+    """Return the sizes that, with `arguments`, make vLLM use all GPUs of all machines."""
+    gpus = nodes * len(devices.split(",")) if devices else 1
+    tensor = gpus // (parts_of(arguments, nodes) or 1)
+    sizes = {"pipeline_parallel_size": nodes, "tensor_parallel_size": tensor}
+    return {name: size for name, size in sizes.items() if size > 1}
 
 
 def quantization(kind: str | None) -> Json:
@@ -97,11 +112,10 @@ def quantization(kind: str | None) -> Json:
     return {"quantization": "fp8_per_channel"} if kind == "fp8" else {}
 
 
-def command_line(directory: Path, socket: Path, arguments: Mapping[str, Any]) -> list[str]:
-    """Return the arguments of `vllm serve`."""
+def command_line(directory: Path, socket: Path | None, arguments: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of `vllm serve`; without a socket it only works for another machine."""
     ours: Json = {
-        "uds": str(socket),
-        "served_model_name": BASE,
+        **({"uds": str(socket), "served_model_name": BASE} if socket else {"headless": True}),
         "enable_lora": True,
         # Without this, vLLM also prepares a LoRA of the head. It costs time, and on a CPU several
         # requests for the logprobs of prompts crash in it.

@@ -37,7 +37,7 @@ class VllmProcess:
         self.log = log
         self._program = program
         self._process: asyncio.subprocess.Process | None = None
-        self._ended = False
+        self._ended = self._stopped = False
         self._log_start = 0
         self._directory: Path | None = None
         self._client = httpx.AsyncClient()
@@ -58,7 +58,6 @@ class VllmProcess:
         # A temporary directory, because a socket's path can have at most 107 bytes.
         self._directory = Path(tempfile.mkdtemp(prefix="art-vllm-"))
         socket = self._directory / "api"
-        self._log_start = self.log.stat().st_size if self.log.exists() else 0
         transport = httpx.AsyncHTTPTransport(
             uds=str(socket),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
@@ -66,10 +65,31 @@ class VllmProcess:
         self._client = httpx.AsyncClient(
             transport=transport, base_url="http://vllm", timeout=httpx.Timeout(None)
         )
+        try:
+            await self._launch(arguments(socket), environment)
+            await self._wait_until_ready()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def work(self, arguments: list[str], environment: Mapping[str, str]) -> NoReturn:
+        """Run as a part of another machine's vLLM, until it dies or the caller is cancelled."""
+        try:
+            await (await self._launch(arguments, environment)).wait()
+            raise self.died()
+        finally:
+            await self.stop()
+
+    async def _launch(
+        self, arguments: list[str], environment: Mapping[str, str]
+    ) -> asyncio.subprocess.Process:
+        self._log_start = self.log.stat().st_size if self.log.exists() else 0
+        if self._stopped:
+            raise WorkerDied("vLLM was stopped before it started")
         with open_log(self.log) as log:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "trainer.processes.process_group", *self._program),
-                *arguments(socket),
+                *arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -77,14 +97,11 @@ class VllmProcess:
                 start_new_session=True,  # a process group that can be killed as a whole
             )
         logger.info("vLLM is starting (pid %s); its log is %s", self._process.pid, self.log)
-        try:
-            await self._wait_until_ready()
-        except BaseException:
-            await self.stop()
-            raise
+        return self._process
 
     async def stop(self) -> None:
         """End every vLLM process, with SIGTERM first and then with SIGKILL."""
+        self._stopped = True
         if self._process and not self._ended:
             if self._process.returncode is None:
                 self._process.terminate()
@@ -195,7 +212,7 @@ class VllmProcess:
 
     async def _wait_until_ready(self) -> None:
         started = logged = time.monotonic()
-        while not await self._healthy():
+        while self._stopped or not await self._healthy():
             if not self.running:
                 raise self.died()
             now = time.monotonic()

@@ -1,6 +1,7 @@
 """Transfer of LoRA files to another machine, which knows each one by its sha256."""
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import re
@@ -58,6 +59,7 @@ class LoraStore:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._links: dict[Path, Path] = {}
         # Partial files of a machine that was killed are useless.
         shutil.rmtree(directory / "arriving", ignore_errors=True)
         (directory / "arriving").mkdir(parents=True)
@@ -95,7 +97,24 @@ class LoraStore:
         temporary.rename(target)
         return []
 
+    def link(self, path: Path, link: Path) -> None:
+        """Make a LoRA available at `link`, unless a machine with the same disk has done it."""
+        link.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not link.exists():
+            link.unlink(missing_ok=True)
+            link.symlink_to(path)
+            self._links[path] = link
+
+    def unlink(self, *paths: Path) -> None:
+        """Remove the links to these LoRAs, or all links."""
+        for path in paths or list(self._links):
+            if link := self._links.pop(path, None):
+                link.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # it has other links
+                    link.parent.rmdir()
+
     def delete(self, path: Path) -> None:
+        self.unlink(path)
         shutil.rmtree(path, ignore_errors=True)
 
     def keep_only(self, paths: Iterable[Path]) -> None:

@@ -23,13 +23,17 @@ from kit.state_dir import LOGS
 from kit.types import Json
 from trainer.base_model.resolve import resolve
 from trainer.config import ServerConfig
-from trainer.engines.choose import create_engine, with_gpus_assigned
+from trainer.engines import vllm_args
+from trainer.engines.choose import create_engine, vllm_program, with_gpus_assigned
 from trainer.engines.engine import Engine, SampleRequest
+from trainer.engines.gpus import has_cuda
+from trainer.engines.vllm_process import VllmProcess
 from trainer.errors import NotFound, TrainerError
 from trainer.machines.lora_files import Hashes, LoraStore
 from trainer.machines.peers import Peers
 from trainer.machines.remote_engine import LIMIT
 from trainer.processes.rpc import write_error
+from trainer.processes.worker import gpu_environment
 
 logger = logging.getLogger(__name__)
 GREETED_WITHIN = 30.0  # seconds
@@ -55,6 +59,7 @@ class MachineActor:
         self._store = LoraStore(self._directory / "loras")
         self._started_with: Json = {}
         self._engine: Engine | None = None
+        self._working = asyncio.Lock()
         self._loras: dict[str, Path] = {}
         self._peers = Peers(self._directory / LOGS / "learner.log")
         self._listening: asyncio.Server | None = None
@@ -62,7 +67,9 @@ class MachineActor:
         self._connection: asyncio.StreamWriter | None = None
         self._calls: dict[int, asyncio.Task[None]] = {}
         self._handlers: dict[str, Callable[..., Any]] = {
+            "join_learner": self._join_learner,
             "begin": self._begin,
+            "work": self._work,
             "configure": self._configure,
             "load": self._load,
             "unload": self._unload,
@@ -91,9 +98,8 @@ class MachineActor:
             self._listening.close()
         self._listening = None
         await self._peers.stop()
-        if self._engine:
-            await self._engine.stop()
-        self._engine = None
+        await self._stop_engine()
+        self._store.unlink()
 
     # The connection
 
@@ -160,32 +166,41 @@ class MachineActor:
 
     # Calls of the server
 
-    async def _begin(
-        self,
-        *,
-        base_model: str,
-        settings: Json,
-        asked: Json,
-        learner: Json | None,
-    ) -> None:
-        """Start the same engine as the head's, unless it is running already.
+    async def _join_learner(self, **settings: Any) -> None:
+        await self._prepare(**settings, arguments={})
 
-        `asked` holds the `engine_args` of clients. A machine without a place in the `learner`
-        only samples.
+    async def _prepare(
+        self, *, base_model: str, settings: Json, learner: Json | None, arguments: Json
+    ) -> tuple[ServerConfig, Path]:
+        """Start this machine's learner processes, and return its GPUs and its base model.
+
+        A machine without a place in the `learner` only samples. `arguments` are vLLM's.
         """
         directory = await asyncio.to_thread(resolve, base_model)
         config = ServerConfig(**settings, vllm=os.environ.get("ART_VLLM"))
         trains = learner is not None
-        config = with_gpus_assigned(config, directory, {}, trains=trains)
+        config = with_gpus_assigned(config, directory, arguments, trains=trains)
         if learner is None:
             await self._peers.stop()
         else:
             await self._peers.join(base_model, config.learner_devices, **learner)
+        return config, directory
+
+    async def _begin(
+        self, *, base_model: str, settings: Json, asked: Json, learner: Json | None
+    ) -> None:
+        """Start the same engine as the head's, unless it is running already.
+
+        `asked` holds the `engine_args` of clients.
+        """
+        trains = learner is not None
+        config, directory = await self._prepare(
+            base_model=base_model, settings=settings, learner=learner, arguments={}
+        )
         parameters: Json = {"base_model": base_model, "settings": settings, "asked": asked}
         parameters |= {"devices": config.engine_devices, "trains": trains}
-        if self._engine and self._started_with != parameters:
-            await self._engine.stop()
-            self._engine = None
+        if self._started_with != parameters:
+            await self._stop_engine()
         if self._engine is None:
             logs = self._directory / LOGS
             self._engine = self.create_engine(config, directory, logs, trains=trains)
@@ -194,24 +209,50 @@ class MachineActor:
         if not self._engine.running:
             await self._engine.start()
 
+    async def _work(self, *, arguments: Json, **settings: Any) -> None:
+        """Run a part of the head's vLLM until it dies, or the head cancels or loses this call."""
+        config, directory = await self._prepare(**settings, arguments=arguments)
+        await self._stop_engine()  # of a server that did not divide its model
+        process = VllmProcess(vllm_program(config.vllm), log=self._directory / LOGS / "engine.log")
+        environment = {
+            **vllm_args.environment(cuda=has_cuda()),
+            **vllm_args.sleep_environment(arguments),
+            **gpu_environment(config.engine_devices),
+            "VLLM_HOST_IP": self._address,
+        }
+        async with self._working:  # the part before it may still be ending
+            await process.work(vllm_args.command_line(directory, None, arguments), environment)
+
+    async def _stop_engine(self) -> None:
+        if self._engine:
+            await self._engine.stop()
+        self._engine = None
+
     async def _configure(self, *, engine_args: Json) -> None:
         await self._running().configure(engine_args)
         self._started_with["asked"] = {**self._started_with["asked"], **engine_args}
 
-    async def _load(self, *, lora: str, hashes: Hashes) -> Json:
-        """Load a LoRA if all of its files are here; else return the missing ones."""
+    async def _load(self, *, lora: str, hashes: Hashes, link: str | None = None) -> Json:
+        """Load a LoRA if all of its files are here; else return the missing ones.
+
+        With `link` vLLM's part here finds it there, when the head's loads it.
+        """
         missing = await asyncio.to_thread(self._store.complete, hashes)
         if not missing:
             path = self._store.path(hashes)
             if self._loras.get(lora, path) != path:  # a new run has the name of an old one
                 await self._unload(lora=lora)
-            await self._running().load(lora, path)
+            if link is None:
+                await self._running().load(lora, path)
+            else:
+                await asyncio.to_thread(self._store.link, path, Path(link))
             self._loras[lora] = path
         return {"missing": missing}
 
     async def _unload(self, *, lora: str) -> None:
         path = self._loras.pop(lora, None)
-        await self._running().unload(lora)
+        if self._engine:
+            await self._engine.unload(lora)
         if path and path not in self._loras.values():
             await asyncio.to_thread(self._store.delete, path)
 

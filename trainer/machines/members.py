@@ -8,6 +8,9 @@ from pathlib import Path
 
 from kit.errors import KitError
 from kit.state_dir import STATE_DIR
+from kit.types import Json
+from trainer.config import ServerConfig
+from trainer.engines.choose import engine_kind, vllm_arguments
 from trainer.machines.lora_files import Broadcast
 from trainer.machines.machine_actor import MachineActor
 from trainer.machines.ray_cluster import Actor, Machine, RayCluster
@@ -21,6 +24,26 @@ NODES = Path(STATE_DIR) / "nodes"
 Serve = Callable[[RemoteEngine, int | None], Awaitable[None]]
 """Starts an engine and sends it requests until it is lost. The number is its machine's among those
 that train together, from 1; None only samples."""
+
+
+def settings_for(
+    config: ServerConfig, base_model: str, learner_address: str, number: int | None
+) -> Json:
+    """What a machine needs to start the same engine, or its part of it, and its learner."""
+    settings: Json = {
+        "engine": engine_kind(config),
+        "engine_args": vllm_arguments(config),
+        "lora": {"rank": config.lora.rank},
+        "ray": config.ray,
+        "engine_nodes": config.engine_nodes,
+    }
+    learner = None
+    if number is not None:
+        # The learner has the same number of GPUs on every machine. A machine that only samples
+        # uses all of its GPUs for that.
+        settings |= {name: getattr(config, name) for name in ("engine_devices", "learner_devices")}
+        learner = {"master": learner_address, "nodes": config.nodes, "number": number}
+    return {"base_model": base_model, "settings": settings, "learner": learner}
 
 
 class Members:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,19 +73,29 @@ class RemoteEngine:
     async def call(self, method: str, **params: Any) -> Any:
         return await self._rpc.call(method, **params)
 
-    async def load(self, lora: str, path: Path) -> None:
-        """Load a LoRA, after sending the files that the machine lacks."""
+    async def run(self, method: str, **params: Any) -> None:
+        """Call a method that runs until it fails. Cancelling this cancels it there too."""
+        async with contextlib.aclosing(self._rpc.stream(method, **params)) as rows:  # type: ignore[type-var]
+            async for _ in rows:
+                pass
+
+    async def load(self, lora: str, path: Path, *, link: str | None = None) -> None:
+        """Load a LoRA, after sending the files that the machine lacks.
+
+        With `link` the machine only keeps it, and makes it available there.
+        """
         if lora in self._held:  # do not wait for the lock while another LoRA is being sent
             return
         async with self._loading, asyncio.timeout(LOAD_WITHIN):
             if lora in self._held:
                 return
             hashes = await hashes_of(path)
-            if missing := (await self.call("load", lora=lora, hashes=hashes))["missing"]:
+            load = partial(self.call, "load", lora=lora, hashes=hashes, link=link)
+            if missing := (await load())["missing"]:
                 for name in missing:
                     content = await self._broadcast.reference(path / name, hashes[name])
                     await self._actor.store(content)
-                missing = (await self.call("load", lora=lora, hashes=hashes))["missing"]
+                missing = (await load())["missing"]
             if missing:
                 raise CheckpointError(
                     f"The LoRA `{lora}` arrived damaged: the sha256 of `{missing[0]}` is not "

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import ServerConfig
-from trainer.engines.choose import engine_kind, vllm_arguments
 from trainer.engines.engine import Delta, Engine, SampleRequest, sample_with_retries
+from trainer.engines.vllm import VllmEngine
 from trainer.errors import NotFound, TrainerError, WorkerDied
 from trainer.machines.machine_actor import MachineActor
-from trainer.machines.members import Members
+from trainer.machines.members import Members, settings_for
+from trainer.machines.parts import Parts
 from trainer.machines.ray_cluster import RayCluster, connect
 from trainer.machines.remote_engine import RemoteEngine
 
@@ -42,12 +43,17 @@ class Replica:
 async def with_other_machines(
     own: Engine, config: ServerConfig, base_model: str
 ) -> tuple[Engine, str]:
-    """Join the Ray cluster, whose machines act as one with `own`.
+    """Join the Ray cluster, whose machines act as one with `own`, or hold one model with it.
 
     Also returns HOST:PORT where the processes of their learner meet.
     """
     assert config.ray and config.api_key  # the server does not start without a key
     cluster = await asyncio.to_thread(connect, config.ray, config.api_key.get_secret_value())
+    if config.engine_nodes > 1:
+        assert isinstance(own, VllmEngine)  # no other is created for several machines
+        parts = Parts(config, base_model, cluster)
+        own.divide(parts)
+        return own, parts.learner_address
     replicas = Replicas(own, config, base_model, cluster)
     return replicas, replicas.learner_address
 
@@ -228,8 +234,9 @@ class Replicas:
         """Have a machine start its engine and load every LoRA, then send it requests."""
         replica = Replica(engine, f"the engine on `{engine.name}`")
         arguments = dict(self._arguments)
+        settings = settings_for(self._config, self._base_model, self.learner_address, number)
         logger.info("%s is starting", replica.name)
-        await engine.call("begin", **self._settings(number), asked=arguments)
+        await engine.call("begin", **settings, asked=arguments)
         await self._catch_up(engine)
         await engine.call("keep_only", loras=list(self._served))
         await self._catch_up(engine)  # LoRAs that were added in the meantime
@@ -240,21 +247,3 @@ class Replicas:
             await engine.wait_until_lost()
         finally:  # also when the machine has left
             self._lose(replica, engine.died())
-
-    def _settings(self, number: int | None) -> dict[str, Any]:
-        """Parameters of `begin`: what a machine needs to start the same engine and its learner."""
-        config = self._config
-        settings: dict[str, Any] = {
-            "engine": engine_kind(config),
-            "engine_args": vllm_arguments(config),
-            "lora": {"rank": config.lora.rank},
-        }
-        learner = None
-        if number is not None:
-            # The learner has the same number of GPUs on every machine. A machine that only samples
-            # uses all of its GPUs for that.
-            settings |= {
-                name: getattr(config, name) for name in ("engine_devices", "learner_devices")
-            }
-            learner = {"master": self.learner_address, "nodes": config.nodes, "number": number}
-        return {"base_model": self._base_model, "settings": settings, "learner": learner}
