@@ -56,6 +56,22 @@ DEEP_CALL = {
     **{"role": "assistant", "content": ""},
     "tool_calls": [{"function": {"name": "f", "arguments": "[" * 2000}}],
 }
+DEEP_EXCHANGE = {
+    "trajectories": [
+        {
+            "exchanges": {
+                "chat_completions": [
+                    {
+                        "request": {"model": "bad-input", "messages": [CHAT["messages"][0]]},
+                        "response": {"choices": [{"finish_reason": "stop", "message": DEEP_CALL}]},
+                    }
+                ]
+            },
+            "reward": reward,
+        }
+        for reward in (0, 1)
+    ]
+}
 REQUIRED = {"tool_choice": "required"}
 NO_TARGETS = {"_internal_config": {"peft_args": {"target_modules": []}}}
 SFT: dict[str, Any] = {"model": MODEL, "trajectories": []}
@@ -194,6 +210,7 @@ def test_no_hostile_value_anywhere_in_a_body_is_a_server_error(
         ("/_train_model", {**TRAIN, "config": {"learning_rate": 1e308}}, 400, "learning_rate"),
         ("/_train_sft", {**SFT, "config": {"learning_rate": 1e308}}, 400, "learning_rate"),
         ("/_train_sft", {**SFT, "trajectories": HUGE_TOKENS["trajectories"]}, 400, "99999999999"),
+        ("/_train_model", {**TRAIN, "trajectory_groups": [DEEP_EXCHANGE]}, 400, "did not sample"),
     ],
 )
 def test_values_that_once_were_server_errors(

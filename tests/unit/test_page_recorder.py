@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import threading
 from array import array
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from trainer.page.reader import Run
 from trainer.server.attempts import groups_of, logged_group
 from trainer.server.journal import JournaledRequest
 from trainer.server.learner_tokens import LearnerTokens, read
-from trainer.server.recorder import Recorder, prune
+from trainer.server.recorder import WAITING, Recorder, prune
 
 
 class Words:
@@ -112,6 +113,42 @@ def test_a_disk_that_refuses_is_a_warning_and_leaves_nothing_behind(
     assert "step 3 of n is not kept for the page" in caplog.text
     (directory / "batches").unlink()
     assert keep(tmp_path, request(4)).kept() == {"train": [4]}
+
+
+ODD = [1.5, 10**400, "x", {"a": [1]}, [[1]], [None], True]
+
+
+@pytest.mark.parametrize("value", ODD, ids=lambda value: str(value)[:20])
+@pytest.mark.parametrize(
+    "name",
+    ["additional_histories", "messages_and_choices", "logs", "metadata", "metrics", "finish"],
+)
+def test_an_odd_field_of_a_trajectory_does_not_lose_its_step(
+    tmp_path: Path, name: str, value: Any
+) -> None:
+    logged = request()
+    member = logged.groups[0]["trajectories"][0]
+    (member["messages_and_choices"][1] if name == "finish" else member)[
+        "finish_reason" if name == "finish" else name
+    ] = value
+    logged.groups[0]["exceptions"] = value
+    assert keep(tmp_path, logged).kept() == {"train": [1]}
+    assert logged_group({"trajectories": value}) is not None
+
+
+def test_a_client_that_logs_faster_than_the_disk_writes_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    it, free = recorder(tmp_path), threading.Event()
+    monkeypatch.setattr(it, "_keep_logged", lambda *_: free.wait(60))
+    for _ in range(WAITING + 20):
+        it.logged(tmp_path / "n", 1, [], "val")
+    assert caplog.text.count("the disk is too slow") == 1
+    free.set()
+    asyncio.run(it.written())
+    it.logged(tmp_path / "n", 2, [], "val")
+    assert "19 more were not kept" in caplog.text
+    asyncio.run(it.stop())
 
 
 def test_a_write_that_fails_half_way_leaves_no_file(

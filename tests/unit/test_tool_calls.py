@@ -32,6 +32,8 @@ def test_calls_are_found_however_the_text_is_split(size: int) -> None:
         '<tool_call>{"name": "x", "arguments": {"a": NaN}}</tool_call>',
         r'<tool_call>{"name": "x", "arguments": {"a": "\ud83d"}}</tool_call>',
         '<tool_call>{"name": "x", "arguments": {"a": ' + "[" * 9999 + "}}</tool_call>",
+        # Complete, but an answer that holds it as an object could not be written.
+        '<tool_call>{"name": "x", "arguments": {"a": ' + "[" * 200 + "]" * 200 + "}}</tool_call>",
         '<tool_call>{"name": "x", "argum',
         "ends with <tool_ca",
     ],

@@ -6,11 +6,11 @@ another choice of a request with `n` above 1.
 """
 
 import contextlib
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from kit import json_text
 from kit.types import Json
 
 
@@ -92,5 +92,5 @@ def _key(message: Json) -> Any:
 def _call(function: Json) -> tuple[Any, Any]:
     arguments = function.get("arguments")
     with contextlib.suppress(ValueError):  # frameworks write the same arguments with other spaces
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = json_text.parse(arguments) if isinstance(arguments, str) else arguments
     return function.get("name"), arguments

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from kit import json_text
 from kit.errors import ConfigError, plural
 from trainer.harness.components import CustomConfig, FileDatasetConfig
 from trainer.harness.types import Example
@@ -63,7 +64,7 @@ def _rows(file: Path, kind: str, faults: list[str]) -> Iterator[tuple[int, Any]]
         return
     if kind == "json" and text.lstrip().startswith("["):
         try:
-            yield from enumerate(json.loads(text), 1)
+            yield from enumerate(json_text.parse(text), 1)
         except json.JSONDecodeError as exc:
             faults.append(f"line {exc.lineno}: not valid JSON ({exc.msg})")
         return
@@ -72,7 +73,7 @@ def _rows(file: Path, kind: str, faults: list[str]) -> Iterator[tuple[int, Any]]
         if not line.strip():
             continue
         try:
-            yield number, json.loads(line)
+            yield number, json_text.parse(line)
         except json.JSONDecodeError as exc:
             faults.append(f"line {number}: not valid JSON ({exc.msg})")
 

@@ -4,11 +4,11 @@ An evaluator receives all runs of one example together, so it can also compare t
 """
 
 import asyncio
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from kit import json_text
 from kit.errors import ConfigError, NotInstalled
 from trainer.errors import BadScore
 from trainer.harness import components as configs
@@ -253,7 +253,7 @@ def _json_schema(config: configs.JsonSchemaConfig) -> Callable[[WorkflowRun], fl
         value = run.output
         if isinstance(value, str):
             try:
-                value = json.loads(value)
+                value = json_text.parse(value)
             except ValueError:
                 return 0.0
         return float(check.is_valid(value))

@@ -10,7 +10,7 @@ from typing import Any
 from kit.types import Json
 from trainer import exact_tokens
 from trainer.exact_tokens import PREFIX
-from trainer.page.batches import Attempt, Group, TokenSequence
+from trainer.page.batches import PREVIEW, Attempt, Group, TokenSequence
 from trainer.rewards import are_equal
 from trainer.server.journal import JournaledRequest
 from trainer.server.learner_tokens import LearnerTokens
@@ -71,12 +71,12 @@ def logged_groups(groups: Sequence[Json]) -> list[Group]:
 def logged_group(group: Json) -> Group:
     """A group with its attempts, and those that ended with an exception."""
     attempts = [
-        _attempt(number, member) for number, member in enumerate(group.get("trajectories") or [])
+        _attempt(number, member) for number, member in enumerate(_objects(group, "trajectories"))
     ]
     about = group.get("metadata")
     example = _named(about) if isinstance(about, dict) else None
     example = example or next((it.example for it in attempts if it.example), None)
-    for fault in group.get("exceptions") or []:
+    for fault in _listed(group, "exceptions"):
         about = fault if isinstance(fault, dict) else {"message": fault}
         error = ": ".join(str(about[key]) for key in ("type", "message") if about.get(key))
         attempts.append(Attempt(len(attempts), None, [], example, error=error or "An exception"))
@@ -84,7 +84,7 @@ def logged_group(group: Json) -> Group:
 
 
 def _attempt(number: int, trajectory: Json) -> Attempt:
-    histories = [trajectory, *(trajectory.get("additional_histories") or [])]
+    histories = [trajectory, *_objects(trajectory, "additional_histories")]
     choices = _choices(trajectory)
     metadata = trajectory.get("metadata")
     metadata = metadata if isinstance(metadata, dict) else {}
@@ -104,13 +104,23 @@ def _attempt(number: int, trajectory: Json) -> Attempt:
             if (value := _number(found)) is not None
         },
         metadata=metadata,
-        logs=[str(line) for line in list(trajectory.get("logs") or [])[:MOST_LOGS]],
+        logs=[str(line) for line in _listed(trajectory, "logs")[:MOST_LOGS]],
         turns=len(choices) or len(answers),
         tokens=sum(sum(sequence.mask) for sequence in sequences),
-        finish=last.get("finish_reason"),
+        finish=None if (finish := last.get("finish_reason")) is None else str(finish)[:PREVIEW],
         preview=answers[-1] if answers else "",
         sequences=sequences,
     )
+
+
+def _listed(value: Json, name: str) -> list[Any]:
+    """A list of a client's object: what is no list counts as its only member, nothing as none."""
+    found = value.get(name)
+    return found if isinstance(found, list) else [] if not found else [found]
+
+
+def _objects(value: Json, name: str) -> list[Json]:
+    return [one for one in _listed(value, name) if isinstance(one, dict)]
 
 
 def _number(value: Any) -> float | None:
@@ -121,8 +131,8 @@ def _number(value: Any) -> float | None:
 
 
 def _choices(trajectory: Json) -> list[Json]:
-    histories = [trajectory, *(trajectory.get("additional_histories") or [])]
-    items = (item for history in histories for item in history.get("messages_and_choices") or [])
+    histories = [trajectory, *_objects(trajectory, "additional_histories")]
+    items = (item for history in histories for item in _objects(history, "messages_and_choices"))
     return [item for item in items if is_choice(item)]
 
 
@@ -150,7 +160,7 @@ def _example(metadata: Json, messages: list[Json]) -> str | None:
 
 
 def _conversation(history: Json) -> Json:
-    messages = [_message(item) for item in history.get("messages_and_choices") or []]
+    messages = [_message(item) for item in _objects(history, "messages_and_choices")]
     tools = history.get("tools")
     return {"messages": messages, "tools": tools if isinstance(tools, list) else []}
 

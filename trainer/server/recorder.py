@@ -36,6 +36,7 @@ class Recorder:
         self._pieces: dict[int, str] = {}
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="recorder")
         self._waiting = threading.Semaphore(WAITING)
+        self._lost = 0
 
     def step_served(self, directory: Path, request: JournaledRequest) -> None:
         """Keep a trained step; returns at once."""
@@ -60,8 +61,13 @@ class Recorder:
         if not self._limit:
             return
         if not self._waiting.acquire(blocking=False):
-            logger.warning("%s is not kept for the page: the disk is too slow", what)
+            self._lost += 1
+            if self._lost == 1:  # a client may log faster than any disk writes
+                logger.warning("%s is not kept for the page: the disk is too slow", what)
             return
+        if self._lost > 1:
+            logger.warning("%s more were not kept for the page", self._lost - 1)
+        self._lost = 0
 
         def run() -> None:
             try:

@@ -42,6 +42,15 @@ def test_field_names_can_be_set(tmp_path: Path) -> None:
     assert (example.id, example.question, example.answer) == ("k", "p", "g")
 
 
+@pytest.mark.parametrize("start", ["", "["])
+def test_json_that_is_nested_too_deeply_is_a_fault_like_any_other(
+    tmp_path: Path, start: str
+) -> None:
+    path = write(tmp_path, start + '{"id": ' + "[" * 99_999)
+    with pytest.raises(ConfigError, match=r"line 1: not valid JSON \(nested too deeply\)"):
+        load_examples(dataset(path))
+
+
 def test_every_fault_of_a_file_is_reported_with_its_line(tmp_path: Path) -> None:
     text = '{"id": 1, "question": "a"}\n{"id": 1, "question": "b"}\n{"id": 3\n{"id": 4}\n7\n'
     with pytest.raises(ConfigError) as caught:

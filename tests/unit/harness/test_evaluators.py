@@ -46,6 +46,7 @@ def evaluator(config: dict[str, Any]) -> Any:
         ({"_type": "json_schema", "schema": {"required": ["city"]}}, '{"city": "Paris"}', 1.0),
         ({"_type": "json_schema", "schema": {"required": ["city"]}}, '{"town": 1}', 0.0),
         ({"_type": "json_schema", "schema": {"required": ["city"]}}, "no JSON", 0.0),
+        ({"_type": "json_schema", "schema": {"required": ["city"]}}, "[" * 9999, 0.0),
         ({"_type": "json_schema", "schema": {"required": ["city"]}}, {"city": 1}, 1.0),
     ],
 )

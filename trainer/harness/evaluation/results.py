@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
+from kit import json_text
 from kit.errors import ConfigError
 from kit.types import Json
 from trainer.errors import storage_error
@@ -70,7 +71,7 @@ class Results:
         known = None
         for line in text.split("\n"):
             try:
-                row = json.loads(line)
+                row = json_text.parse(line)
                 kind = row.get("kind")
                 if kind == SETTINGS:
                     known = row["settings"]

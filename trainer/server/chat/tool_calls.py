@@ -2,11 +2,13 @@
 
 import json
 import uuid
+from typing import Any
 
 from kit.types import Json
 from trainer.base_model.tokenizer import TOOL_TAGS
 
 OPEN, CLOSE = TOOL_TAGS
+DEEPEST = 100  # levels of the arguments of a call
 
 
 class ToolCallParser:
@@ -63,7 +65,7 @@ def parse_call(text: str) -> Json | None:
     try:
         value = json.loads(text)
         name, arguments = value["name"], value.get("arguments", value.get("parameters", {}))
-        if not isinstance(name, str) or not isinstance(arguments, dict):
+        if not isinstance(name, str) or not isinstance(arguments, dict) or _is_deep(arguments):
             return None
         name.encode()
         # Python also reads NaN and half of a surrogate pair, which no answer can hold.
@@ -83,3 +85,12 @@ def _overlap(text: str, tag: str) -> int:
     return next(
         (n for n in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-n:])), 0
     )
+
+
+def _is_deep(value: Any) -> bool:
+    """Whether a value is nested more deeply than any answer could be written with it inside."""
+    level = [value]
+    for _ in range(DEEPEST):
+        nested = [it.values() if isinstance(it, dict) else it for it in level if it]
+        level = [child for it in nested for child in it if isinstance(child, dict | list)]
+    return bool(level)
