@@ -1,7 +1,5 @@
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -10,12 +8,11 @@ from kit.errors import ConfigError, NotInstalled
 from trainer.base_model.resolve import resolve
 from trainer.config import ServerConfig
 from trainer.engines import choose
-from trainer.engines.embedded import EmbeddedEngine
 from trainer.engines.vllm import VllmEngine
 from trainer.engines.vllm_args import check, flags, rank_for
 from trainer.errors import Unsupported, WorkerDied
 from trainer.learner.process import LearnerProcess
-from trainer.machines.replicas import Replicas
+from trainer.machines.members import settings_for
 from trainer.processes.worker import Worker, gpu_environment
 
 
@@ -74,8 +71,7 @@ def test_fp8_needs_vllm_on_a_gpu_and_applies_to_both_engine_and_learner(
     engine = choose.create_engine(config, resolve("tiny-random"), tmp_path)
     assert isinstance(engine, VllmEngine)
     assert engine._arguments["quantization"] == "fp8_per_channel"
-    cluster: Any = SimpleNamespace(address="10.0.0.1")
-    several = Replicas(engine, config, "base", cluster)._settings(None)
+    several = settings_for(config, "base", "10.0.0.1:7997", None)
     assert several["settings"]["engine_args"] == {"quantization": "fp8_per_channel"}
     learner = LearnerProcess("base", log=tmp_path / "log", config=config)
     assert learner._worker._command[-2:] == ["--quantization", "fp8"]
@@ -94,12 +90,10 @@ def test_fp8_needs_vllm_on_a_gpu_and_applies_to_both_engine_and_learner(
 
 
 def test_machines_that_train_get_the_heads_devices_and_others_use_all_of_theirs() -> None:
-    cluster: Any = SimpleNamespace(address="10.0.0.1")
     config = ServerConfig(
         engine="embedded", ray="auto", nodes=2, engine_devices="0", learner_devices="1,2"
     )
-    replicas = Replicas(EmbeddedEngine(Path("model"), log=Path("log")), config, "base", cluster)
-    second, third = replicas._settings(1), replicas._settings(None)
+    second, third = (settings_for(config, "base", "10.0.0.1:7997", number) for number in (1, None))
     assert second["learner"] == {"master": "10.0.0.1:7997", "nodes": 2, "number": 1}
     assert second["settings"]["learner_devices"] == "1,2"
     assert third["learner"] is None and "engine_devices" not in third["settings"]
