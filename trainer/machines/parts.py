@@ -47,7 +47,7 @@ class Parts:
         self._base_model = base_model
         self._address = cluster.address
         self._members = Members(cluster, self._serve, nodes=config.nodes, kind=kind)
-        self._free: dict[RemoteEngine, int | None] = {}
+        self._machines: dict[RemoteEngine, int | None] = {}
         """Connected machines, longest first, with their number in the learner."""
         self._joined = asyncio.Event()
         self._working: dict[RemoteEngine, asyncio.Task[None]] = {}
@@ -77,6 +77,8 @@ class Parts:
 
     async def share(self, lora: str, path: Path) -> Path:
         link = self._links / hashlib.sha256(str(path).encode()).hexdigest()[:16]
+        if self._shared.get(lora, link) != link:  # a new run has the name of an old one
+            await self.unshare(lora)
         if not link.is_symlink():
             link.symlink_to(path)
         self._shared[lora] = link
@@ -88,7 +90,7 @@ class Parts:
         if link is None or link in self._shared.values():
             return
         link.unlink(missing_ok=True)
-        for machine in list(self._free):
+        for machine in list(self._machines):
             with contextlib.suppress(TrainerError):  # a lost machine deletes it when it is back
                 await machine.unload(link.name)
 
@@ -109,38 +111,37 @@ class Parts:
         await machine.call("join_learner", **self._settings(number))
         links = [link.name for link in self._shared.values()]
         await machine.call("keep_only", loras=links)  # others may be of an earlier server
-        self._free[machine] = number
+        self._machines[machine] = number
         self._joined.set()
-        logger.info("`%s` is ready; machines: %s", machine.name, len(self._free) + 1)
+        logger.info("`%s` is ready; machines: %s", machine.name, len(self._machines) + 1)
         try:
             await machine.wait_until_lost()
         finally:
-            del self._free[machine]
+            del self._machines[machine]
 
     def _settings(self, number: int | None) -> Json:
         return settings_for(self._config, self._base_model, self.learner_address, number)
 
     async def _enough_machines(self) -> list[RemoteEngine]:
         """Wait for as many machines as vLLM is divided over, without this one."""
-        wanted = self._config.engine_nodes - 1
+        wanted = self._config.engine_nodes
         deadline = time.monotonic() + JOIN_WITHIN
-        while len(self._free) < wanted:
-            logger.info("vLLM waits for %s of %s machines", wanted - len(self._free), wanted + 1)
+        while (found := len(self._machines) + 1) < wanted:
+            logger.info("vLLM waits for %s of its %s machines", wanted - found, wanted)
             self._joined.clear()
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
                     await self._joined.wait()
             except TimeoutError:
                 raise WorkerDied(
-                    f"`engine_nodes` is {wanted + 1}, but only {len(self._free) + 1} machines have "
-                    "joined the Ray cluster",
+                    f"`engine_nodes` is {wanted}, but the Ray cluster has {found} machines",
                     hint="Add machines with `scripts/ray-cluster join`, or lower `--engine-nodes`",
                 ) from None
-        return list(self._free)[:wanted]
+        return list(self._machines)[: wanted - 1]
 
     async def _work(self, machine: RemoteEngine, arguments: Json) -> None:
         try:
-            settings = self._settings(self._free.get(machine))
+            settings = self._settings(self._machines.get(machine))
             await machine.run("work", **settings, arguments=arguments)
         except TrainerError as error:
             await self._lose(machine, error)
