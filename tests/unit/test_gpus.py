@@ -187,8 +187,8 @@ def test_on_each_of_two_machines_engine_and_learner_have_their_own_gpus(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"pipeline_parallel_size": 3}, "divides vLLM into 3, but 2 machines hold one copy"),
-        ({"data_parallel_size": 2}, "divides vLLM into 4, but 2 machines hold one copy"),
+        ({"pipeline_parallel_size": 3}, "divides vLLM into 3 parts, but 2 machines hold one copy"),
+        ({"data_parallel_size": 2}, "divides vLLM into 4 parts, but 2 machines hold one copy"),
         ({"tensor_parallel_size": 4}, "over 8 GPUs, but the engine has `0,1` on each of 2"),
         ({"distributed_executor_backend": "ray"}, "distributed_executor_backend` cannot be set"),
         ({"node_rank": 1}, "`engine_args.node_rank` cannot be set: .*`--engine-nodes`"),

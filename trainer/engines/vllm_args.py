@@ -63,7 +63,7 @@ def check(arguments: Mapping[str, Any], devices: str | None = None, nodes: int =
     parts = parts_of(arguments, nodes)
     if nodes > 1 and (parts % nodes or arguments.get("data_parallel_size", 1) != 1):
         raise Unsupported(
-            f"`engine_args` divides vLLM into {parts}, but {nodes} machines hold one copy of it",
+            f"`engine_args` divides vLLM into {parts} parts, but {nodes} machines hold one copy",
             hint=f"Set `tensor_parallel_size` only, or `pipeline_parallel_size` to {nodes}",
         )
     if devices and parts > nodes * len(devices.split(",")):
@@ -113,7 +113,7 @@ def quantization(kind: str | None) -> Json:
 
 
 def command_line(directory: Path, socket: Path | None, arguments: Mapping[str, Any]) -> list[str]:
-    """Return the arguments of `vllm serve`; without a socket it only works for another machine."""
+    """Return the arguments of `vllm serve`: without a socket, for a part of another's vLLM."""
     ours: Json = {
         **({"uds": str(socket), "served_model_name": BASE} if socket else {"headless": True}),
         "enable_lora": True,

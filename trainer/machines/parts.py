@@ -20,7 +20,6 @@ from typing import Any
 from kit.types import Json
 from trainer.config import ServerConfig
 from trainer.errors import TrainerError, WorkerDied
-from trainer.machines.machine_actor import MachineActor
 from trainer.machines.members import Members, settings_for
 from trainer.machines.ray_cluster import RayCluster
 from trainer.machines.remote_engine import RemoteEngine
@@ -32,21 +31,14 @@ JOIN_WITHIN = 1800.0  # seconds; rented machines come up one after the other
 class Parts:
     """The parts of vLLM on other machines (`OtherParts`)."""
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        base_model: str,
-        cluster: RayCluster,
-        *,
-        kind: type = MachineActor,
-    ) -> None:
+    def __init__(self, config: ServerConfig, base_model: str, cluster: RayCluster) -> None:
         self.environment: Mapping[str, str] = {"VLLM_HOST_IP": cluster.address}
         self.failure: WorkerDied | None = None
         self.learner_address = f"{cluster.address}:{config.learner_port}"
         self._config = config
         self._base_model = base_model
         self._address = cluster.address
-        self._members = Members(cluster, self._serve, nodes=config.nodes, kind=kind)
+        self._members = Members(cluster, self._serve, nodes=config.nodes)
         self._machines: dict[RemoteEngine, int | None] = {}
         """Connected machines, longest first, with their number in the learner."""
         self._joined = asyncio.Event()
