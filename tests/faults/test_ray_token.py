@@ -81,7 +81,9 @@ def head(network: None, tmp_path: Path) -> Iterator[tuple[int, str]]:
 
 def stranger(*command: str) -> "subprocess.CompletedProcess[str]":
     inside = ["ip", "netns", "exec", NAMESPACE, *command]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    # A test before this one in the same process may have joined a cluster, and left the token.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    environment["PYTHONPATH"] = str(ROOT)
     return subprocess.run(inside, capture_output=True, text=True, timeout=300, env=environment)
 
 
