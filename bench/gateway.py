@@ -173,7 +173,8 @@ def wait_until_served(port: int, process: subprocess.Popen[bytes], log: Path) ->
             if httpx.get(f"http://127.0.0.1:{port}/v1/models").json()["data"]:
                 return
         except httpx.TransportError:
-            time.sleep(0.2)
+            pass  # it does not listen yet
+        time.sleep(0.2)
     sys.exit(log.read_text())
 
 

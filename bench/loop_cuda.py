@@ -18,6 +18,7 @@ import httpx
 
 from kit.types import Json
 
+Batch = tuple[list[Json], float]
 WORDS = ("north", "east", "river", "stone", "candle", "winter", "letter", "garden", "silver")
 
 
@@ -45,13 +46,21 @@ async def group(client: httpx.AsyncClient, arguments: argparse.Namespace, name: 
     }
 
 
-async def train(client: httpx.AsyncClient, arguments: argparse.Namespace, model: Json) -> Json:
-    """Run one step and return its times and the server's row of metrics."""
+async def sample(client: httpx.AsyncClient, arguments: argparse.Namespace, model: Json) -> Batch:
+    """The groups of one step, and the seconds that they took."""
     started = time.monotonic()
     groups = await asyncio.gather(
         *(group(client, arguments, model["name"]) for _ in range(arguments.groups))
     )
-    sampled = time.monotonic()
+    return groups, time.monotonic() - started
+
+
+async def train(
+    client: httpx.AsyncClient, arguments: argparse.Namespace, model: Json, batch: Batch
+) -> Json:
+    """Run one step and return its times and the server's row of metrics."""
+    groups, sample_s = batch
+    started = time.monotonic()
     body = {
         "model": model,
         "trajectory_groups": groups,
@@ -71,8 +80,8 @@ async def train(client: httpx.AsyncClient, arguments: argparse.Namespace, model:
     path = Path(arguments.state_dir, model["project"], "models", model["name"], "history.jsonl")
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     row = [row for row in rows if "time/step_s" in row][-1]  # not the canary's
-    times = {"sample_s": sampled - started, "write_s": written - sampled}
-    return {**times, "train_call_s": done - written, **row}
+    times = {"sample_s": sample_s, "write_s": written - started}
+    return {**times, "train_call_s": done - written, "done_at": done, **row}
 
 
 async def main() -> None:
@@ -85,6 +94,7 @@ async def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--row", type=int, default=8192, help="tokens in a packed row")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--ahead", action="store_true", help="sample while a step trains")
     parser.add_argument("--port", type=int, default=7999)
     parser.add_argument("--openai-port", type=int, default=8000)
     arguments = parser.parse_args()
@@ -104,8 +114,13 @@ async def main() -> None:
             answer = await client.post(f"{control}/{route}", json=body)
             if answer.status_code != 200:
                 raise SystemExit(answer.text)
-        for _ in range(arguments.steps):
-            print(json.dumps(await train(client, arguments, model)), flush=True)
+        batch = await sample(client, arguments, model)
+        for left in reversed(range(arguments.steps)):
+            ahead = arguments.ahead and left > 0
+            following = asyncio.create_task(sample(client, arguments, model)) if ahead else None
+            print(json.dumps(await train(client, arguments, model, batch)), flush=True)
+            if left:
+                batch = await (following or sample(client, arguments, model))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -67,7 +68,7 @@ class MeasuredEngine:
 
 def serve(arguments: argparse.Namespace) -> None:
     """Run `trainer serve` with a measured engine and learner."""
-    from trainer.config import ServerConfig
+    from trainer.config import LoraConfig, ServerConfig
     from trainer.server.app import serve
 
     busy = Busy(arguments.busy)
@@ -82,10 +83,15 @@ def serve(arguments: argparse.Namespace) -> None:
                 yield row
 
     LearnerProcess.train = measured  # type: ignore[assignment,method-assign]
-    rate = arguments.rate if arguments.replay else None
+    kind, *settings = arguments.serve.split("+")
+    rate = arguments.rate if kind == "replay" else None
     config = ServerConfig(
         base_model=arguments.base_model,
-        engine="embedded",
+        engine="vllm" if kind == "vllm" else "embedded",
+        vllm=os.environ.get("ART_VLLM"),
+        mps="mps" in settings,
+        quantization="fp8" if "fp8" in settings else None,
+        lora=LoraConfig(rank=arguments.rank, alpha=2.0 * arguments.rank),
         port=arguments.port,
         openai_port=arguments.openai_port,
         state_dir=str(arguments.state_dir),

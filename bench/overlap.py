@@ -2,17 +2,20 @@
 
     python bench/overlap.py [--engine embedded replay] [--steps 12] [--groups 4] [--latency 1]
     python bench/overlap.py --engine replay --learner-s 6 --write
+    python bench/overlap.py --engine vllm vllm+mps --base-model DIR --latency 0 1   on a GPU
 
 The harness trains an agent that calls the model in turns and waits for a tool after each: the
-waits are lognormal with a median of 2 s, cut at 30 s, times `--latency`. `embedded` is the real
-engine. `replay` answers with what that engine sampled at first, and sleeps for as long as `--rate`
-tokens per second would take, so that sampling needs no core; `--learner-s` makes each step take at
-least that long. The engine is busy while it samples at least one request, the learner while it
-trains a step. Times are from the first request to the end of the last step.
+waits are lognormal with a median of 2 s, cut at 30 s, times `--latency`. `embedded` and `vllm` are
+real engines; `+mps` and `+fp8` are settings of the server. `replay` answers with what the embedded
+engine sampled at first, and sleeps for as long as `--rate` tokens per second would take, so that
+sampling needs no core; `--learner-s` makes each step take at least that long. The engine is busy
+while it samples at least one request, the learner while it trains a step. Times are from the first
+request to the end of the last step.
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import os
@@ -45,23 +48,25 @@ Interval = tuple[float, float]
 class Tools:
     """An agent whose tools take as long as real ones, in the same order in every mode."""
 
-    def __init__(self, turns: int, tokens: int, latency: float) -> None:
+    def __init__(self, turns: int, tokens: int, latency: float, prompt: int) -> None:
         self._turns = turns
         self._tokens = tokens
+        self._told = " The tool said something." * (prompt // 5)
         self._latency = latency
         self._runs: dict[str, int] = {}
 
     async def __call__(self, example: Any, llm: Any) -> str:
         number = self._runs[example.id] = self._runs.get(example.id, 0) + 1
         waits = random.Random(f"{example.id}/{number}")
-        messages = [{"role": "user", "content": example.question}]
+        messages = [{"role": "user", "content": example.question + self._told}]
         message: Any = {}
         for _ in range(self._turns):
             message = await llm.chat(messages, max_tokens=self._tokens)
             wait = min(LONGEST_S, waits.lognormvariate(math.log(MEDIAN_S), SPREAD))
             await asyncio.sleep(wait * self._latency)
             text = {"role": "assistant", "content": message["content"]}
-            messages += [text, {"role": "user", "content": f"The tool took {wait:.1f} s. Go on."}]
+            told = f"The tool took {wait:.1f} s. Go on.{self._told}"
+            messages += [text, {"role": "user", "content": told}]
         return str(message["content"])
 
 
@@ -78,29 +83,30 @@ def reward(run: Any) -> float:
 @contextmanager
 def serving(arguments: argparse.Namespace, engine: str, directory: Path) -> Iterator[None]:
     """Serve in a process of its own, which writes `busy.jsonl`."""
-    names = ("base_model", "port", "openai_port", "tokens", "rate", "learner_s")
+    names = ("base_model", "port", "openai_port", "tokens", "rate", "learner_s", "rank")
     given = [f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in names]
     files = [f"--busy={directory / 'busy.jsonl'}", f"--state-dir={directory / '.art'}"]
-    replay = ["--replay"] if engine == "replay" else []
     log = directory / "server.log"
+    began = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", *given, *files, *replay],
+            [sys.executable, __file__, f"--serve={engine}", *given, *files],
             stdout=output,
             stderr=output,
         )
     try:
         wait_until_served(arguments.openai_port, process, log)
+        print(f"{engine}: served after {time.monotonic() - began:.1f} s", flush=True)
         yield
     finally:
         process.terminate()
         process.wait()
 
 
-def config_of(arguments: argparse.Namespace, name: str, steps: int) -> Any:
+def config_of(arguments: argparse.Namespace, name: str, steps: int, latency: float) -> Any:
     runs = arguments.groups * arguments.generations
     backend = {"ip": "127.0.0.1", "port": arguments.port, "name": name, "project": "bench"}
-    agent = {name: getattr(arguments, name) for name in ("turns", "tokens", "latency")}
+    agent = {name: getattr(arguments, name) for name in ("turns", "tokens", "prompt")}
     llm = {
         "_type": "openai",
         "model_name": name,
@@ -108,7 +114,7 @@ def config_of(arguments: argparse.Namespace, name: str, steps: int) -> Any:
     }
     return {
         "llms": {"policy": llm},
-        "workflow": {"_type": "bench.overlap:Tools", **agent},
+        "workflow": {"_type": "bench.overlap:Tools", **agent, "latency": latency},
         "eval": {
             # Enough for the groups of two steps: neither mode waits for a slot.
             "general": {
@@ -128,7 +134,7 @@ def config_of(arguments: argparse.Namespace, name: str, steps: int) -> Any:
             "backend": {
                 "_type": "openpipe_art_trainer_adapter",
                 "backend": {**backend, "base_model": arguments.base_model},
-                "training": {"learning_rate": 1e-6},
+                "training": {"learning_rate": 1e-6, "packed_sequence_length": arguments.row},
             }
         },
         "trainers": {"trainer": {"_type": "openpipe_art_trainer"}},
@@ -146,7 +152,7 @@ def run(
     """Train with the harness; return the rows of its epochs, and when each part was busy."""
     output = directory / name
     steps = settings.pop("steps", arguments.steps)
-    config = config_of(arguments, name, steps)
+    config = config_of(arguments, name, steps, settings.pop("latency"))
     config["finetuning"] |= {"output_dir": str(output), **settings}
     config["eval"]["general"]["output_dir"] = str(output / "runs")
     file = directory / f"{name}.yaml"
@@ -197,69 +203,85 @@ def measure(arguments: argparse.Namespace, engine: str, table: Table) -> None:
         directory = Path(folder)
         base = 0.0
         with serving(arguments, engine, directory):
-            run(arguments, directory, "warm", steps=2)
-            for ahead in (0, 1):
-                name = f"ahead-{ahead}"
-                rows, busy = run(arguments, directory, name, max_steps_off_policy=ahead)
+            rows, _ = run(arguments, directory, "warm", steps=arguments.warm, latency=0)
+            parts = [(row["time/sample_s"], row["time/train_s"]) for row in rows]
+            print(f"{engine}: first steps, sampling and training: {parts}", flush=True)
+            for latency, ahead in itertools.product(arguments.latency, arguments.ahead):
+                name = f"latency-{latency:g}-ahead-{ahead}"
+                settings = {"latency": latency, "max_steps_off_policy": ahead}
+                rows, busy = run(arguments, directory, name, **settings)
                 begin = min(start for start, _ in busy["engine"])
                 end = max(end for _, end in busy["learner"])
                 wall = end - begin
                 sampling, training = (union(busy[kind], (begin, end)) for kind in busy)
                 shared = both(sampling, training)
                 either = seconds(sampling) + seconds(training) - shared
-                base = base or wall
+                base = wall if ahead == 0 else base
                 stale = sum(row["failures"].get("stale", 0) for row in rows)
                 trained = sum(row["num_trajectories"] for row in rows)
                 shares = [seconds(sampling), seconds(training), either, shared]
                 table.add(
                     [
-                        *(engine, str(ahead), f"{wall / len(rows):.2f}"),
+                        *(engine, f"{MEDIAN_S * latency:g} s", str(ahead)),
+                        f"{wall / len(rows):.2f}",
                         f"{3600 * len(rows) / wall:.0f}",
                         *(f"{share / wall:.0%}" for share in shares),
-                        *(f"{trained / len(rows):.1f}", str(stale), f"{base / wall:.2f}x"),
+                        *(f"{trained / len(rows):.1f}", str(stale)),
+                        f"{base / wall:.2f}x" if base else "",
                     ]
                 )
+                print(table, flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--engine", nargs="+", choices=["embedded", "replay"])
+    parser.add_argument("--engine", nargs="+", default=["embedded", "replay"])
     parser.add_argument("--base-model", default="tiny-random")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--groups", type=int, default=4, help="groups per step")
     parser.add_argument("--generations", type=int, default=8, help="runs per group")
     parser.add_argument("--turns", type=int, default=2, help="calls of the model per run")
     parser.add_argument("--tokens", type=int, default=64, help="most tokens per call")
-    parser.add_argument("--latency", type=float, default=1.0, help="scale of the tools' waits")
+    parser.add_argument("--prompt", type=int, default=0, help="more words per message to the model")
+    parser.add_argument("--row", type=int, help="tokens in a packed row")
+    parser.add_argument("--rank", type=int, default=8, help="rank of the LoRA")
+    parser.add_argument("--latency", type=float, nargs="+", default=[1.0], help="of the tools")
+    parser.add_argument("--ahead", type=int, nargs="+", default=[0, 1], help="steps off-policy")
+    parser.add_argument("--warm", type=int, default=2, help="steps before those that count")
     parser.add_argument("--rate", type=float, default=30.0, help="tokens per second of a replay")
     parser.add_argument("--learner-s", type=float, default=0.0, help="least seconds of a step")
-    parser.add_argument("--write", action="store_true", help="write bench/results/overlap.md")
+    parser.add_argument("--write", nargs="?", const="overlap", help="write bench/results/NAME.md")
     parser.add_argument("--port", type=int, default=18600 + os.getpid() % 1000)
     parser.add_argument("--openai-port", type=int, default=19600 + os.getpid() % 1000)
-    for hidden in ("--serve", "--replay"):
-        parser.add_argument(hidden, action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
     for hidden in ("--busy", "--state-dir"):
         parser.add_argument(hidden, type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve:
         return serve(arguments)
     table = Table(
-        ["engine", "steps off-policy", "s/step", "steps/h", "engine busy", "learner busy",
+        ["engine", "tools", "steps off-policy", "s/step", "steps/h", "engine busy", "learner busy",
          "either", "both", "runs/step", "stale runs", "speed-up"]
     )  # fmt: skip
     load = os.getloadavg()[0]
-    for engine in arguments.engine or ["embedded", "replay"]:
+    for engine in arguments.engine:
         measure(arguments, engine, table)
     what = (
         f"{arguments.steps} steps of {arguments.groups} groups of {arguments.generations} runs, "
         f"each {arguments.turns} calls of at most {arguments.tokens} tokens to "
-        f"`{arguments.base_model}` with tools of {MEDIAN_S * arguments.latency:g} s at the median "
-        f"and {LONGEST_S * arguments.latency:g} s at most; a replayed stream has "
-        f"{arguments.rate:g} tok/s, and a step takes at least {arguments.learner_s:g} s"
+        f"`{Path(arguments.base_model).name}` with tools of this median, at most "
+        f"{LONGEST_S / MEDIAN_S:g} times as long"
     )
-    print(f"{what}\n\n{table}\n\n{machine(load)}")
+    if "replay" in arguments.engine:
+        what += f"; a replayed stream has {arguments.rate:g} tok/s"
+    if arguments.learner_s:
+        what += f"; a step takes at least {arguments.learner_s:g} s"
+    packages = (
+        ("torch", "vllm") if "vllm" in arguments.engine[0] else ("torch", "fastapi", "uvicorn")
+    )
+    print(f"{what}\n\n{table}\n\n{machine(load, packages)}")
     if arguments.write:
-        write_report("overlap", what, table, load)
+        write_report(arguments.write, what, table, load, packages=packages)
 
 
 if __name__ == "__main__":

@@ -90,6 +90,9 @@ class ServerConfig(Config):
     later."""
     take_turns: Annotated[bool, Env("ART_TAKE_TURNS")] = False
     """Let requests wait while a step trains, and the step until those under way have ended."""
+    mps: Annotated[bool, Env("ART_MPS")] = False
+    """Let engine and learner compute at once on a GPU that they share, by CUDA MPS. Steps are
+    faster while requests are sampled, but if one of the two dies, both start again."""
     keep_rollouts: Annotated[pydantic.ByteSize, Env("ART_KEEP_ROLLOUTS")] = Field(
         pydantic.ByteSize(2_000_000_000), ge=0
     )
@@ -117,7 +120,9 @@ class ServerConfig(Config):
             raise ValueError("engine is `embedded`, which needs engine_nodes to be 1")
         if self.nodes > 1 and self.quantization:
             raise ValueError(f"quantization is `{self.quantization}`, which needs nodes to be 1")
-        unused = {"lora", "nodes", "learner_devices", "take_turns"} & self.model_fields_set
+        if self.mps and self.ray:
+            raise ValueError("mps is set, which needs ray to be unset")
+        unused = {"lora", "nodes", "learner_devices", "take_turns", "mps"} & self.model_fields_set
         if self.checkpoint and unused:
             raise ValueError(f"{min(unused)} is for training, but checkpoint is set")
         return self

@@ -3,9 +3,11 @@
 Checks for both without importing torch or vLLM, because the server imports neither.
 """
 
+import asyncio
 import importlib.util
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +20,7 @@ from trainer.engines.embedded import EmbeddedEngine
 from trainer.engines.engine import Engine
 from trainer.engines.gpus import assign_gpus, gpus_are_shared, has_cuda
 from trainer.engines.vllm import VllmEngine
+from trainer.processes.worker import gpu_environment
 
 
 def with_gpus_assigned(
@@ -34,13 +37,22 @@ def with_gpus_assigned(
 
 
 def create_engine(
-    config: ServerConfig, directory: Path, logs: Path, *, trains: bool = True
+    config: ServerConfig,
+    directory: Path,
+    logs: Path,
+    *,
+    trains: bool = True,
+    environment: Mapping[str, str] | None = None,
+    reserved: asyncio.Event | None = None,
 ) -> Engine:
     """Build the engine that `config` selects, without starting it.
 
     Pass a client's `engine_args` to its `configure`, before or after `start`. `trains` is whether
-    this machine also runs a learner.
+    this machine also runs a learner. `environment` is added to that of the engine's process, and
+    `reserved` is set when the engine has all of its GPU memory.
     """
+    reserved = reserved or asyncio.Event()
+    variables = {**gpu_environment(config.engine_devices), **(environment or {})}
     log = logs / "engine.log"
     _check_quantization(config)
     if engine_kind(config) == "embedded":
@@ -55,7 +67,8 @@ def create_engine(
                 f"`engine_nodes` is {config.engine_nodes}, but the engine is the embedded one",
                 hint="Only vLLM divides a model over machines: use `--engine vllm`",
             )
-        return EmbeddedEngine(directory, log=log, devices=config.engine_devices)
+        reserved.set()  # it takes what it needs, whatever others have
+        return EmbeddedEngine(directory, log=log, environment=variables)
     return VllmEngine(
         directory,
         program=vllm_program(config.vllm),
@@ -64,6 +77,8 @@ def create_engine(
         cuda=has_cuda(),
         arguments=vllm_arguments(config),
         devices=config.engine_devices,
+        environment=variables,
+        reserved=reserved,
         shared=trains and gpus_are_shared(config),
         nodes=config.engine_nodes,
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.engines.engine import Delta, SampleRequest
-from trainer.processes.worker import Worker, gpu_environment
+from trainer.processes.worker import Worker
 
 KEPT = 8  # LoRAs in memory; a long run makes hundreds
 
@@ -17,13 +17,15 @@ class EmbeddedEngine:
 
     name = "embedded"
 
-    def __init__(self, model: Path, *, log: Path, devices: str | None = None) -> None:
+    def __init__(
+        self, model: Path, *, log: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
         self._worker = Worker(
             "engine",
             "trainer.engines.embedded_worker",
             ["--model", str(model)],
             log=log,
-            environment=gpu_environment(devices),
+            environment=environment,
         )
         self._paths: dict[str, Path] = {}
         """Every LoRA that a request may name."""

@@ -24,7 +24,6 @@ from trainer.engines.vllm_parts import OtherParts
 from trainer.engines.vllm_process import VllmProcess
 from trainer.engines.vllm_sampling import VllmSampler
 from trainer.errors import BadRequest, CheckpointError, Conflict, NotFound, TrainerError, WorkerDied
-from trainer.processes.worker import gpu_environment
 
 logger = logging.getLogger(__name__)
 KEPT = 4  # LoRAs that stay loaded; older ones are loaded again when a request needs them
@@ -45,17 +44,23 @@ class VllmEngine:
         cuda: bool,
         arguments: Mapping[str, Any],
         devices: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        reserved: asyncio.Event | None = None,
         shared: bool = True,
         nodes: int = 1,
     ) -> None:
-        """`nodes` machines hold the model together: `divide` says which."""
+        """`reserved` is set when vLLM has all of its GPU memory.
+
+        `nodes` machines hold the model together: `divide` says which.
+        """
         vllm_args.check(arguments, devices, nodes)
         self._model = model
         self._devices = devices if cuda else None
         self._nodes = nodes
         self._parts: OtherParts | None = None
         self._shared = shared and cuda
-        self._environment = {**vllm_args.environment(cuda=cuda), **gpu_environment(devices)}
+        self._environment = {**vllm_args.environment(cuda=cuda), **(environment or {})}
+        self._reserved = reserved or asyncio.Event()
         self._defaults = vllm_args.defaults(model, rank=rank, cuda=cuda, shared=shared)
         self._arguments = dict(arguments)
         self._tokenizer = Tokenizer(model)
@@ -111,7 +116,9 @@ class VllmEngine:
             environment |= self._parts.environment
         try:
             await self._process.start(
-                lambda socket: vllm_args.command_line(self._model, socket, arguments), environment
+                lambda socket: vllm_args.command_line(self._model, socket, arguments),
+                environment,
+                self._reserved,
             )
         except WorkerDied:
             if self._parts and self._parts.failure:

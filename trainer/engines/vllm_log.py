@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 
+_RESERVED = "KV cache size"
 # Text in a log line, and the stage of startup that it marks. The last match in the log counts.
 _STAGES = (
     ("Resolved architecture", "reading the model's configuration"),
@@ -11,7 +12,7 @@ _STAGES = (
     ("Loading weights took", "placing the weights"),
     ("torch.compile", "compiling the model"),
     ("Dynamo bytecode transform", "compiling the model"),
-    ("KV cache size", "reserving the KV cache"),
+    (_RESERVED, "reserving the KV cache"),
     ("Capturing CUDA graphs", "capturing CUDA graphs"),
     ("Graph capturing finished", "warming up"),
     ("Starting vLLM", "opening its API"),
@@ -56,6 +57,11 @@ def stage(lines: Sequence[str]) -> str:
             if mark in line:
                 return description
     return "importing its libraries"
+
+
+def has_reserved(lines: Sequence[str]) -> bool:
+    """Whether a starting vLLM has measured the GPU's memory, and reserved its share of it."""
+    return any(_RESERVED in line for line in lines)
 
 
 def cause(lines: Sequence[str]) -> str:

@@ -52,9 +52,15 @@ class VllmProcess:
         return self._process is not None and self._process.returncode is None
 
     async def start(
-        self, arguments: Callable[[Path], list[str]], environment: Mapping[str, str]
+        self,
+        arguments: Callable[[Path], list[str]],
+        environment: Mapping[str, str],
+        reserved: asyncio.Event,
     ) -> None:
-        """Start vLLM with `arguments(socket)` and wait until it answers on that socket."""
+        """Start vLLM with `arguments(socket)` and wait until it answers on that socket.
+
+        `reserved` is set on the way, when vLLM has all of its GPU memory.
+        """
         # A temporary directory, because a socket's path can have at most 107 bytes.
         self._directory = Path(tempfile.mkdtemp(prefix="art-vllm-"))
         socket = self._directory / "api"
@@ -67,7 +73,7 @@ class VllmProcess:
         )
         try:
             await self._launch(arguments(socket), environment)
-            await self._wait_until_ready()
+            await self._wait_until_ready(reserved)
         except BaseException:
             await self.stop()
             raise
@@ -210,11 +216,13 @@ class VllmProcess:
         hint = vllm_log.hint(cause) or "It restarts at the next request"
         return WorkerDied(f"vLLM ended: {cause}", hint=f"{hint}; its whole log is `{self.log}`")
 
-    async def _wait_until_ready(self) -> None:
+    async def _wait_until_ready(self, reserved: asyncio.Event) -> None:
         started = logged = time.monotonic()
         while self._stopped or not await self._healthy():
             if not self.running:
                 raise self.died()
+            if not reserved.is_set() and vllm_log.has_reserved(self._lines()):
+                reserved.set()
             now = time.monotonic()
             if now - logged >= LOG_INTERVAL:
                 logged = now
@@ -222,6 +230,7 @@ class VllmProcess:
                     "vLLM is %s (%.0f s so far)", vllm_log.stage(self._lines()), now - started
                 )
             await asyncio.sleep(0.2)
+        reserved.set()
         logger.info("vLLM is ready after %.0f s", time.monotonic() - started)
 
     async def _healthy(self) -> bool:

@@ -1,7 +1,7 @@
 """The server's handle of the learner, a worker process that turns groups into checkpoints."""
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,11 @@ class LearnerProcess:
         log: Path,
         config: ServerConfig | None = None,
         master: str = "",
-        load_at_start: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`load_at_start` loads the base model before the first run is prepared.
-
-        `master` is HOST:PORT where the processes of several machines meet.
-        """
+        """`master` is HOST:PORT where the processes of several machines meet."""
         config = config or ServerConfig()
-        self._lora = config.lora if load_at_start else None
+        self._lora = config.lora.model_dump(mode="json")
         self._worker = Worker(
             "learner",
             MODULE,
@@ -40,7 +37,7 @@ class LearnerProcess:
             + (["--record", "all" if config.nodes == 1 else "own"] if config.keep_rollouts else [])
             + (["--quantization", config.quantization] if config.quantization else []),
             log=log,
-            environment=gpu_environment(config.learner_devices),
+            environment={**gpu_environment(config.learner_devices), **(environment or {})},
         )
         self.crowded = False
         """Whether a step did not fit beside the engine, which then sleeps during every step."""
@@ -51,12 +48,21 @@ class LearnerProcess:
 
     async def start(self) -> None:
         await self._worker.start()
-        if self._lora is None:
-            return
+
+    async def warm_up(self) -> None:
+        """Compile what the first step needs, with little of the GPU's memory."""
+        await self._ahead("warm_up", "compile")
+
+    async def load(self) -> None:
+        """Load the base model, before the first run is prepared."""
+        await self._ahead("load", "load the base model")
+
+    async def _ahead(self, method: str, what: str) -> None:
+        """Do what would otherwise be done at the first run, which is told if it fails again."""
         try:
-            await self._worker.call("load", lora=self._lora.model_dump(mode="json"))
-        except TrainerError as error:  # the first run is told, if it happens again
-            logger.warning("the learner did not load the base model: %s", error.message)
+            await self._worker.call(method, lora=self._lora)
+        except TrainerError as error:
+            logger.warning("the learner did not %s ahead: %s", what, error.message)
 
     async def stop(self) -> None:
         await self._worker.stop()

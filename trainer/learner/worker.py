@@ -22,6 +22,7 @@ from trainer.base_model.resolve import resolve
 from trainer.config import LoraConfig
 from trainer.errors import OutOfMemory
 from trainer.learner.learner import Learner
+from trainer.learner.warm_up import warm_up
 from trainer.learner.world import World, join
 from trainer.policy.device import default_device, default_dtype, keep_freed_memory, release_memory
 from trainer.processes.worker import OUT_OF_MEMORY, die_with_parent, run_worker, serve, take_stdin
@@ -41,6 +42,18 @@ def _lora(settings: Settings | None) -> LoraConfig | None:
 
 def handlers(learner: Learner) -> Handlers:
     """The functions that the server can call."""
+
+    def compile_ahead(lora: Settings) -> None:
+        # Processes that share the weights compile other layers, with the first step.
+        if learner.device.type == "cuda" and learner.world.size == 1:
+            settings = validate(LoraConfig, lora, source="lora")
+            warm_up(
+                learner.directory,
+                settings,
+                dtype=learner.dtype,
+                device=learner.device,
+                fp8=learner.fp8,
+            )
 
     def load(lora: Settings | None) -> None:
         learner.load(_lora(lora))
@@ -63,7 +76,7 @@ def handlers(learner: Learner) -> Handlers:
         return learner.score(Path(checkpoints), step, settings, **tokens)
 
     return {
-        **{"load": load, "prepare": prepare, "train": train},
+        **{"warm_up": compile_ahead, "load": load, "prepare": prepare, "train": train},
         **{"score": score, "release": release_memory},
     }
 

@@ -5,6 +5,7 @@ weights, and the LoRA trained on it, therefore have the same values here, in PEF
 the names differ. Weights are memory-mapped, and frozen ones are never copied.
 """
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -207,13 +208,16 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     sharded_for: Literal["plain", "compiled"] | None = None,
+    layers: int | None = None,
 ) -> Policy:
     """Load the policy in `directory`. With `lora` only the LoRA is trainable, else every weight.
 
     The LoRA is fresh and initialised from its seed. With `sharded_for`, each process of the process
     group loads its shard of the frozen weights, in the form that plain or compiled layers use.
+    `layers` loads only the first ones.
     """
     architecture = read_architecture(directory)
+    architecture = dataclasses.replace(architecture, layers=layers or architecture.layers)
     with torch.device("meta"):
         policy = assemble(architecture, lora)
     policy.architecture = architecture

@@ -7,6 +7,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from kit.errors import ConfigError
 from kit.state_dir import LOGS
 from kit.types import Json
 from trainer.base_model.resolve import resolve
@@ -18,6 +19,8 @@ from trainer.engines.gpus import gpus_are_shared, has_cuda
 from trainer.errors import Conflict, NotReady, WorkerDied
 from trainer.learner.process import LearnerProcess
 from trainer.machines.replicas import with_other_machines
+from trainer.processes import mps
+from trainer.processes.mps import Mps
 from trainer.server import canary
 from trainer.server.gate import Gate
 from trainer.server.model import Model
@@ -47,6 +50,7 @@ class Workers:
         self._config = config
         self._wrap_engine = wrap_engine
         self._started: _Started | None = None
+        self._mps: Mps | None = None
 
     @property
     def engine(self) -> Engine:
@@ -74,10 +78,7 @@ class Workers:
         return self._started
 
     async def start(self, base_model: str, engine_args: Json) -> None:
-        """Start engine and learner at once; later, only pass `engine_args` on to the engine.
-
-        The learner loads the base model meanwhile, unless it shares a GPU with the engine.
-        """
+        """Start engine and learner at once; later, only pass `engine_args` on to the engine."""
         if self._started:
             if engine_args:
                 async with self.gate.closed():  # the engine may have to restart
@@ -88,7 +89,17 @@ class Workers:
         trains = self._config.checkpoint is None
         config = with_gpus_assigned(self._config, directory, engine_args, trains=trains)
         logs = config.state_path / LOGS
-        engine = create_engine(config, directory, logs, trains=trains)
+        shared = has_cuda() and gpus_are_shared(config)
+        await self._start_mps(shared=shared, log=logs / "mps.log")
+        reserved = asyncio.Event()
+        engine = create_engine(
+            config,
+            directory,
+            logs,
+            trains=trains,
+            environment=self._mps.environment if self._mps else {},
+            reserved=reserved,
+        )
         master = ""
         if config.ray:
             engine, master = await with_other_machines(engine, config, base_model)
@@ -96,18 +107,24 @@ class Workers:
         if self._wrap_engine:
             engine = self._wrap_engine(engine, directory)
         log = logs / "learner.log"
-        # vLLM measures the memory of its GPUs while it starts, which must not change meanwhile.
-        alone = not (has_cuda() and gpus_are_shared(config))
+        variables = {**self._mps.environment, **mps.LEARNER} if self._mps else {}
         learner = (
-            LearnerProcess(base_model, log=log, config=config, master=master, load_at_start=alone)
+            LearnerProcess(base_model, log=log, config=config, master=master, environment=variables)
             if trains
             else None
         )
-        processes: list[Engine | LearnerProcess] = [engine, learner] if learner else [engine]
+        if not shared:
+            reserved.set()
+        starting = [asyncio.create_task(engine.start())]
+        if learner:
+            starting.append(asyncio.create_task(_start_learner(learner, reserved)))
         try:
-            await asyncio.gather(*(process.start() for process in processes))
+            await asyncio.gather(*starting)
         except BaseException:  # also if the server stops meanwhile
-            await asyncio.gather(*(process.stop() for process in processes))
+            for task in starting:
+                task.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
+            await self._stop(engine, learner)
             raise
         self._started = _Started(engine, learner, tokenizer)
         logger.info("serving `%s` with the %s engine", base_model, engine.name)
@@ -115,8 +132,23 @@ class Workers:
     async def stop(self) -> None:
         """Stop both; a second call does nothing."""
         if self._started:
-            both = self._started.engine, self._started.learner
-            await asyncio.gather(*(process.stop() for process in both if process))
+            await self._stop(self._started.engine, self._started.learner)
+
+    async def _stop(self, *processes: Engine | LearnerProcess | None) -> None:
+        await asyncio.gather(*(process.stop() for process in processes if process))
+        if self._mps:
+            await self._mps.stop()
+
+    async def _start_mps(self, *, shared: bool, log: Path) -> None:
+        if not self._config.mps:
+            return
+        if not shared:
+            raise ConfigError(
+                "`mps` is set, but engine and learner share no GPU here",
+                hint="Remove `--mps`: they compute at the same time without it",
+            )
+        self._mps = Mps(log)
+        await self._mps.start()
 
     async def load(self, model: Model, step: int) -> None:
         """Load a step's LoRA into the engine, and retry once if the engine dies."""
@@ -154,6 +186,17 @@ class Workers:
     async def make_room(self) -> bool:
         """Ask the engine to leave its memory to the learner; False if it cannot."""
         return await self.engine.make_room()
+
+
+async def _start_learner(learner: LearnerProcess, reserved: asyncio.Event) -> None:
+    """Start the learner, and load the base model beside an engine that has `reserved` its memory.
+
+    vLLM takes its share of what it finds free at its start, so nobody else may take much before.
+    """
+    await learner.start()
+    await learner.warm_up()
+    await reserved.wait()
+    await learner.load()
 
 
 def _read_tokenizer(directory: Path) -> Tokenizer:
