@@ -3,6 +3,7 @@
     .art/pulled                                          checkpoints that were pulled
     .art/dollars-per-hour                                what the cluster costs
     .art/logs/engine.log                                 one file per worker process
+    .art/.compiled/                                      compiled code for the next machine
     .art/PROJECT/models/NAME/run.json                    the names of a run that has two
     .art/PROJECT/models/NAME/history.jsonl               metrics, one object per line
     .art/PROJECT/models/NAME/trajectories/SPLIT/0007.jsonl
@@ -24,6 +25,7 @@ PULLED = "pulled"
 PRICE = "dollars-per-hour"
 """File in which `launcher up` writes what the cluster costs."""
 LOGS = "logs"
+COMPILED = ".compiled"
 MODELS = "models"
 CHECKPOINTS = "checkpoints"
 TRAJECTORIES = "trajectories"
@@ -37,7 +39,10 @@ RUN = "run.json"
 
 DATABASES = ("ledger.db", "rollouts.db", "responses.db", "threads.db")
 SERVING = "serving.json"
-RESERVED = {PULLED, PRICE, LOGS, MODELS, CHECKPOINTS, TRAJECTORIES, HISTORY, RUN, SERVING, "wandb"}
+RESERVED = {
+    *(PULLED, PRICE, LOGS, COMPILED, MODELS, CHECKPOINTS, TRAJECTORIES, HISTORY, RUN, SERVING),
+    "wandb",
+}
 """Names inside the state directory that no project and no model may have."""
 
 MODEL_GLOB = f"*/{MODELS}/*"

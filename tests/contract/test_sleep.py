@@ -105,7 +105,7 @@ async def test_a_lora_unloaded_during_sleep_is_gone_after_waking(
     with pytest.raises(NotFound):
         await sample(engine, "run@1")
     assert await sample(engine, "run@2")
-    served = (await engine._process._client.get("/v1/models")).json()["data"]
+    served = (await engine._process._client.request("GET", "/v1/models")).json()["data"]
     assert [model["id"] for model in served] == ["base", "run@2.1"]
     await engine.make_room()
     await engine.load("run@1", write_lora(tmp_path / "other", seed=3))

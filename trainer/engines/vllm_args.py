@@ -155,7 +155,13 @@ def sleep_environment(arguments: Mapping[str, Any]) -> dict[str, str]:
 
 def environment(*, cuda: bool) -> dict[str, str]:
     """Return the variables to add to the vLLM process's environment."""
-    variables = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_NO_USAGE_STATS": "1"}
+    variables = {
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        # Its own default, 5 s, is also httpx's: a request that is sent while vLLM closes the
+        # connection would be lost.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
+    }
     if not cuda:
         # On a CPU the first logprob would compile C++ for half a minute, even in eager mode.
         variables["TORCH_COMPILE_DISABLE"] = "1"

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 import httpx
 
+from kit.http_clients import HttpClients
 from kit.types import Json
 from trainer.engines import vllm_log
 from trainer.errors import BadRequest, NotFound, TrainerError, WorkerDied
@@ -40,7 +41,7 @@ class VllmProcess:
         self._ended = self._stopped = False
         self._log_start = 0
         self._directory: Path | None = None
-        self._client = httpx.AsyncClient()
+        self._client = HttpClients(httpx.AsyncClient)
         self.asleep = False
 
     @property
@@ -64,12 +65,12 @@ class VllmProcess:
         # A temporary directory, because a socket's path can have at most 107 bytes.
         self._directory = Path(tempfile.mkdtemp(prefix="art-vllm-"))
         socket = self._directory / "api"
-        transport = httpx.AsyncHTTPTransport(
-            uds=str(socket),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-        )
-        self._client = httpx.AsyncClient(
-            transport=transport, base_url="http://vllm", timeout=httpx.Timeout(None)
+        self._client = HttpClients(
+            lambda: httpx.AsyncClient(
+                transport=httpx.AsyncHTTPTransport(uds=str(socket)),
+                base_url="http://vllm",
+                timeout=httpx.Timeout(None),
+            )
         )
         try:
             await self._launch(arguments(socket), environment)
@@ -132,7 +133,7 @@ class VllmProcess:
 
     async def context(self) -> int:
         """Return the maximum number of tokens of prompt and completion together."""
-        models = (await self._client.get("/v1/models")).json()
+        models = (await self._client.request("GET", "/v1/models")).json()
         return int(models["data"][0]["max_model_len"])
 
     async def sleep(self) -> None:
@@ -152,7 +153,7 @@ class VllmProcess:
         if not self.running:
             raise self.died()
         try:
-            response = await self._client.post(path, json=body)
+            response = await self._client.request("POST", path, json=body)
         except httpx.TransportError as error:
             await self._fail(f"{type(error).__name__} {error}")
         await self._check(response)
@@ -235,7 +236,8 @@ class VllmProcess:
 
     async def _healthy(self) -> bool:
         try:
-            return (await self._client.get("/health", timeout=5)).status_code == 200
+            answer = await self._client.request("GET", "/health", timeout=5)
+            return answer.status_code == 200
         except httpx.TransportError:
             return False
 

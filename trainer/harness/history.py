@@ -92,7 +92,9 @@ class History:
         )
 
     def begin_training(self, pending: Pending) -> None:
-        write_json(self.directory / PENDING, asdict(pending))
+        position = asdict(pending.position) if pending.position else None
+        # Not `asdict` of all: it would copy the epoch's millions of objects.
+        write_json(self.directory / PENDING, {**vars(pending), "position": position}, indent=None)
 
     def end_training(self) -> None:
         (self.directory / PENDING).unlink(missing_ok=True)

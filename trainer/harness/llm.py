@@ -9,11 +9,13 @@ import copy
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from urllib.parse import quote, urlsplit
 
 import httpx
 
+from kit.http_clients import HttpClients
 from kit.types import Json
 from trainer.client.rollouts import NOTHING_SAMPLED
 from trainer.errors import LlmRefused, LlmUnavailable
@@ -34,12 +36,13 @@ class Endpoint:
         self.ask_for_logprobs = True
         """Whether `Llm.chat` asks for logprobs. Training needs them; some endpoints refuse them."""
         key = config.api_key.get_secret_value()
-        self.http = httpx.AsyncClient(
+        create = partial(
+            httpx.AsyncClient,
             headers={"Authorization": f"Bearer {key}"},
             timeout=httpx.Timeout(config.request_timeout, connect=10),
-            # A limit would silently make runs wait for each other.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+            verify=httpx.create_ssl_context(),  # once, because it takes long
         )
+        self.http = HttpClients(create)
 
     @property
     def root(self) -> str:
@@ -57,7 +60,7 @@ class Endpoint:
     async def probe(self) -> None:
         """Find out whether the endpoint records rollouts."""
         try:
-            response = await self.http.get(f"{self.root}/rollouts/probe")
+            response = await self.http.request("GET", f"{self.root}/rollouts/probe")
             self.records = NOTHING_SAMPLED in response.text
         except httpx.HTTPError:
             self.records = False
@@ -183,10 +186,12 @@ class Llm:
 
     async def chat(self, messages: list[Json], **settings: Any) -> Json:
         """Request a completion; return its first message, with `content` or `tool_calls`."""
+        # Our gateway records the logprobs itself, and is asked for them once.
+        logprobs = self._endpoint.ask_for_logprobs and not self._endpoint.records
         body = {
             "model": self.model,
             "messages": messages,
-            **({"logprobs": True} if self._endpoint.ask_for_logprobs else {}),
+            **({"logprobs": True} if logprobs else {}),
             **self.config.sampling,
             **settings,
         }

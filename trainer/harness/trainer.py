@@ -1,5 +1,6 @@
 """`ARTTrainer`: the epoch loop. Each epoch samples, chooses groups, trains and records."""
 
+import asyncio
 import logging
 import random
 import time
@@ -132,7 +133,7 @@ class ARTTrainer:
         if interrupted and await self._was_trained(interrupted):
             logger.info("Epoch %s was trained before the restart", epoch + 1)
             return TrainingJobRef(run_id=run_id, backend="resumed", metadata={"trained": True})
-        past.begin_training(pending)
+        await asyncio.to_thread(past.begin_training, pending)
         chosen = pending.trajectories()
         if not chosen.trajectories:
             return None

@@ -20,6 +20,7 @@ from trainer.errors import Conflict, NotReady, WorkerDied
 from trainer.learner.process import LearnerProcess
 from trainer.machines.replicas import with_other_machines
 from trainer.processes import mps
+from trainer.processes.compile_cache import CompileCache
 from trainer.processes.mps import Mps
 from trainer.server import canary
 from trainer.server.gate import Gate
@@ -51,6 +52,8 @@ class Workers:
         self._wrap_engine = wrap_engine
         self._started: _Started | None = None
         self._mps: Mps | None = None
+        self._compiled: CompileCache | None = None
+        self._keeping: asyncio.Task[None] | None = None
 
     @property
     def engine(self) -> Engine:
@@ -90,14 +93,17 @@ class Workers:
         config = with_gpus_assigned(self._config, directory, engine_args, trains=trains)
         logs = config.state_path / LOGS
         shared = has_cuda() and gpus_are_shared(config)
+        variables = await self._kept_code(base_model)
         await self._start_mps(shared=shared, log=logs / "mps.log")
+        if self._mps:
+            variables |= self._mps.environment
         reserved = asyncio.Event()
         engine = create_engine(
             config,
             directory,
             logs,
             trains=trains,
-            environment=self._mps.environment if self._mps else {},
+            environment=variables,
             reserved=reserved,
         )
         master = ""
@@ -107,7 +113,8 @@ class Workers:
         if self._wrap_engine:
             engine = self._wrap_engine(engine, directory)
         log = logs / "learner.log"
-        variables = {**self._mps.environment, **mps.LEARNER} if self._mps else {}
+        if self._mps:
+            variables = {**variables, **mps.LEARNER}
         learner = (
             LearnerProcess(base_model, log=log, config=config, master=master, environment=variables)
             if trains
@@ -127,6 +134,7 @@ class Workers:
             await self._stop(engine, learner)
             raise
         self._started = _Started(engine, learner, tokenizer)
+        self._keep_code()
         logger.info("serving `%s` with the %s engine", base_model, engine.name)
 
     async def stop(self) -> None:
@@ -138,6 +146,18 @@ class Workers:
         await asyncio.gather(*(process.stop() for process in processes if process))
         if self._mps:
             await self._mps.stop()
+
+    async def _kept_code(self, base_model: str) -> dict[str, str]:
+        """The variables with which workers find what was compiled before; none without a GPU."""
+        if not has_cuda():
+            return {}
+        self._compiled = CompileCache(self._config, base_model)
+        await asyncio.to_thread(self._compiled.restore)
+        return self._compiled.environment
+
+    def _keep_code(self) -> None:
+        if self._compiled and (self._keeping is None or self._keeping.done()):
+            self._keeping = asyncio.create_task(asyncio.to_thread(self._compiled.save))
 
     async def _start_mps(self, *, shared: bool, log: Path) -> None:
         if not self._config.mps:
@@ -181,7 +201,9 @@ class Workers:
     async def check(self, model: Model, step: int) -> dict[str, float]:
         """Compare engine and learner at a step: their difference and its bound."""
         bound = canary.BOUNDS[self._config.quantization]
-        return await canary.check(self.engine, self.learner, self.tokenizer, model, step, bound)
+        found = await canary.check(self.engine, self.learner, self.tokenizer, model, step, bound)
+        self._keep_code()  # the first requests and the first step may have compiled more
+        return found
 
     async def make_room(self) -> bool:
         """Ask the engine to leave its memory to the learner; False if it cannot."""
