@@ -25,6 +25,7 @@ from trainer.config import LoraConfig
 from trainer.engines import vllm_log
 from trainer.harness.curriculum import CurriculumState
 from trainer.harness.history import History, Pending, resume
+from trainer.harness.types import TrajectoryCollection
 from trainer.learner.state import read_tensors
 from trainer.learner.tensor_file import write_tensors
 from trainer.runs import ModelRun
@@ -86,7 +87,8 @@ def make_ledger(directory: Path) -> Path:
 def make_epochs(directory: Path) -> Path:
     epochs = History(directory, "id", epoch=1, curriculum=CurriculumState(1.0))
     epochs.save()
-    pending = Pending(2, 1, {}, {"trajectories": [], "run_id": "id"}, epochs.curriculum.as_json())
+    nothing = TrajectoryCollection(trajectories=[], run_id="id")
+    pending = Pending(2, 1, {}, nothing, epochs.curriculum.as_json())
     epochs.begin_training(pending)
     return directory / "finetune_state.json"
 
@@ -96,8 +98,8 @@ def make_pending(directory: Path) -> Path:
 
 
 def read_epochs(path: Path) -> None:
-    if (found := resume(path.parent)) and (pending := found.pending()):
-        pending.trajectories()
+    if found := resume(path.parent):
+        found.pending()
 
 
 def make_serving(directory: Path) -> Path:

@@ -47,6 +47,7 @@ def devices(command: Any) -> Any:
 @click.option("--max-hours", type=float, metavar="HOURS", help="Exit after this many hours.")
 @click.option("--max-requests", type=int, metavar="N", help="Requests sampled at once.  [1024]")
 @click.option("--take-turns", is_flag=True, default=None, help="Do not sample while a step trains.")
+@click.option("--mps", is_flag=True, default=None, help="Sample and train at once on a shared GPU.")
 @click.option("--require-key", is_flag=True, default=None, help="Require the key on loopback too.")
 @click.option(
     "--allowed-host",

@@ -7,6 +7,7 @@ until the epoch ends, so an interrupted epoch is trained exactly once, on what i
 
 import contextlib
 import fcntl
+import json
 import logging
 import re
 from dataclasses import asdict, dataclass, field
@@ -14,11 +15,12 @@ from pathlib import Path
 from typing import IO
 
 from pydantic import TypeAdapter
+from pydantic_core import PydanticSerializationError
 
 from kit.errors import ConfigError
 from kit.types import Json
 from trainer.harness.curriculum import CurriculumState
-from trainer.harness.metrics import read_json, read_jsonl, write_json, write_jsonl
+from trainer.harness.metrics import read_json, read_jsonl, replace_file, write_json, write_jsonl
 from trainer.harness.progress import LOG
 from trainer.harness.sampled_groups import FILE as SAMPLED_GROUPS
 from trainer.harness.sampled_groups import Position
@@ -44,14 +46,19 @@ class Pending:
     """The backend's step before this epoch; None if the TrainerAdapter does not report one."""
     row: Json
     """The epoch's metrics so far."""
-    collection: Json
+    collection: TrajectoryCollection
     curriculum: Json
     """The curriculum's state after this epoch."""
     position: Position | None = None
     """The groups that are unused after this epoch; None if it took turns."""
 
-    def trajectories(self) -> TrajectoryCollection:
-        return TrajectoryCollection.model_validate(self.collection)
+    def as_json(self) -> str:
+        """One line, as fast as possible: it holds a dictionary for each sampled token."""
+        form = TypeAdapter(Pending)
+        try:
+            return form.dump_json(self).decode()
+        except PydanticSerializationError:  # half of a surrogate pair, as a cut emoji leaves it
+            return json.dumps(form.dump_python(self, mode="json"))
 
 
 @dataclass
@@ -92,9 +99,7 @@ class History:
         )
 
     def begin_training(self, pending: Pending) -> None:
-        position = asdict(pending.position) if pending.position else None
-        # Not `asdict` of all: it would copy the epoch's millions of objects.
-        write_json(self.directory / PENDING, {**vars(pending), "position": position}, indent=None)
+        replace_file(self.directory / PENDING, pending.as_json())
 
     def end_training(self) -> None:
         (self.directory / PENDING).unlink(missing_ok=True)
@@ -106,7 +111,6 @@ class History:
             if saved is None:
                 return None
             pending = TypeAdapter(Pending).validate_python(saved)
-            pending.trajectories()
             CurriculumState.from_json(pending.curriculum)
         except (ValueError, RecursionError):  # damaged: the epoch is sampled again
             logger.warning("`%s` is damaged and is not used", self.directory / PENDING)

@@ -24,25 +24,20 @@ def reward_summary(rewards: Sequence[float], prefix: str = "") -> dict[str, floa
     }
 
 
-def write_json(path: Path, value: Any, *, indent: int | None = 2) -> None:
-    """Replace `path` atomically: a kill leaves the old or the new file, never a partial one.
+def write_json(path: Path, value: Any) -> None:
+    """Replace `path` with a value, in lines for a reader."""
+    replace_file(path, json.dumps(clean(value), indent=2))
 
-    Without `indent` it takes a tenth of the time.
-    """
+
+def replace_file(path: Path, text: str) -> None:
+    """Replace `path` atomically: a kill leaves the old or the new file, never a partial one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:
-        file.write(_text(value, indent) + "\n")
+        file.write(text + "\n")
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-
-
-def _text(value: Any, indent: int | None) -> str:
-    try:
-        return json.dumps(value, indent=indent, allow_nan=False)
-    except (ValueError, TypeError):  # something that JSON has no form for
-        return json.dumps(clean(value), indent=indent)
 
 
 def write_jsonl(path: Path, rows: Iterable[Json]) -> None:

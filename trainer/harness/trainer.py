@@ -134,11 +134,10 @@ class ARTTrainer:
             logger.info("Epoch %s was trained before the restart", epoch + 1)
             return TrainingJobRef(run_id=run_id, backend="resumed", metadata={"trained": True})
         await asyncio.to_thread(past.begin_training, pending)
-        chosen = pending.trajectories()
-        if not chosen.trajectories:
+        if not pending.collection.trajectories:
             return None
         context.progress.training(None if pending.step is None else pending.step + 1)
-        return await context.trainer_adapter.submit(chosen)
+        return await context.trainer_adapter.submit(pending.collection)
 
     async def _sample(self, epoch: int, run_id: str) -> Pending:
         """Sample the epoch's trajectories and choose the groups to train on."""
@@ -167,7 +166,7 @@ class ARTTrainer:
             epoch=epoch + 1,
             step=step,
             row=row,
-            collection=chosen.model_dump(mode="json"),
+            collection=chosen,
             curriculum=past.curriculum.as_json(),
             position=ahead.position if ahead else None,
         )
@@ -202,9 +201,7 @@ class ARTTrainer:
             **(metadata.get("metrics") or {}),
             "time/train_s": time.monotonic() - self._train_started,
         }
-        trainable = row.get(
-            "data/step_num_groups_trainable", len(pending.collection["trajectories"])
-        )
+        trainable = row.get("data/step_num_groups_trainable", len(pending.collection.trajectories))
         past.idle = 0 if trainable else past.idle + 1
         past.trained += bool(trainable)
         past.epoch += 1

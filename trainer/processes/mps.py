@@ -20,9 +20,9 @@ from trainer.processes.worker import environment_without_keys, open_log
 logger = logging.getLogger(__name__)
 PROGRAM = "nvidia-cuda-mps-control"
 READY_WITHIN = 20.0  # seconds
-# Requests come first, and leave the learner less of the GPU than it could use: otherwise its long
-# kernels make every token wait.
-LEARNER = {"CUDA_MPS_CLIENT_PRIORITY": "1", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "70"}
+# Requests come first. The learner's share of the GPU (`CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`) must not
+# be set: with 70 % its logprobs were wrong, and soon NaN (torch 2.11 on an H200).
+LEARNER = {"CUDA_MPS_CLIENT_PRIORITY": "1"}
 
 
 class Mps:
