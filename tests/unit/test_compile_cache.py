@@ -7,7 +7,7 @@ import pytest
 
 from kit.state_dir import COMPILED
 from trainer.config import ServerConfig
-from trainer.processes.compile_cache import VARIABLES, CompileCache
+from trainer.server.compile_cache import VARIABLES, CompileCache
 
 
 @pytest.fixture(autouse=True)

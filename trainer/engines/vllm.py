@@ -49,7 +49,7 @@ class VllmEngine:
         shared: bool = True,
         nodes: int = 1,
     ) -> None:
-        """`reserved` is set when vLLM has all of its GPU memory; `nodes` machines hold the model."""
+        """`reserved` is set when vLLM has its GPU memory; `nodes` machines hold the model."""
         vllm_args.check(arguments, devices, nodes)
         self._model = model
         self._devices = devices if cuda else None

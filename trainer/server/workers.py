@@ -20,9 +20,9 @@ from trainer.errors import Conflict, NotReady, WorkerDied
 from trainer.learner.process import LearnerProcess
 from trainer.machines.replicas import with_other_machines
 from trainer.processes import mps
-from trainer.processes.compile_cache import CompileCache
 from trainer.processes.mps import Mps
 from trainer.server import canary
+from trainer.server.compile_cache import CompileCache
 from trainer.server.gate import Gate
 from trainer.server.model import Model
 
