@@ -67,7 +67,8 @@ class VllmProcess:
         socket = self._directory / "api"
         self._client = HttpClients(
             lambda: httpx.AsyncClient(
-                transport=httpx.AsyncHTTPTransport(uds=str(socket)),
+                # Without TLS, so it need not read every certificate of the world.
+                transport=httpx.AsyncHTTPTransport(uds=str(socket), verify=False),
                 base_url="http://vllm",
                 timeout=httpx.Timeout(None),
             )
