@@ -1,6 +1,7 @@
-"""Callers that find vLLM dead at the same moment start it once."""
+"""Starting vLLM: once for all who need it, and with the learner beside it."""
 
 import asyncio
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,8 @@ import pytest
 
 from trainer.base_model.resolve import resolve
 from trainer.engines.vllm import VllmEngine
+from trainer.engines.vllm_process import VllmProcess
+from trainer.server.workers import _start_learner
 
 
 async def test_a_dead_vllm_is_started_once_for_all_who_need_it(
@@ -27,3 +30,48 @@ async def test_a_dead_vllm_is_started_once_for_all_who_need_it(
     monkeypatch.setattr(engine, "_start", start)
     await asyncio.gather(*(engine.start() for _ in range(3)))
     assert len(starts) == 1
+
+
+PROGRAM = """
+import http.server, os, socketserver, sys, time
+print("GPU KV cache size: 1,014,592 tokens", flush=True)
+go_on, socket = sys.argv[1:3]
+while not os.path.exists(go_on):
+    time.sleep(0.01)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def address_string(self):
+        return "local"
+socketserver.ThreadingUnixStreamServer(socket, Handler).serve_forever()
+"""
+
+
+async def test_the_learner_loads_as_soon_as_vllm_has_reserved_its_memory(tmp_path: Path) -> None:
+    process = VllmProcess([sys.executable, "-c", PROGRAM], log=tmp_path / "engine.log")
+    go_on, reserved = tmp_path / "go-on", asyncio.Event()
+    done: list[str] = []
+
+    class Learner:
+        def __getattr__(self, name: str) -> Any:
+            async def call() -> None:
+                done.append(name)
+
+            return call
+
+    starting = asyncio.create_task(
+        process.start(lambda socket: [str(go_on), str(socket)], {}, reserved)
+    )
+    learner: Any = Learner()
+    learning = asyncio.create_task(_start_learner(learner, reserved))
+    await asyncio.sleep(0)
+    assert done == ["start", "warm_up"]
+    await learning
+    assert done == ["start", "warm_up", "load"]
+    assert not starting.done()
+    go_on.touch()
+    try:
+        await starting
+    finally:
+        await process.stop()
