@@ -6,11 +6,9 @@ from typing import Any
 
 import httpx
 
-AT_ONCE = 16  # requests of one client
-
 
 class HttpClients:
-    """Sends requests through as many clients as they need, each with a few at a time.
+    """Sends each request through a client of its own, which later requests use again.
 
     At every request and every end of a response, httpx looks at all connections of its client. With
     a single client a thousand requests at once would take millions of looks, and the program that
@@ -19,7 +17,8 @@ class HttpClients:
 
     def __init__(self, create: Callable[[], httpx.AsyncClient]) -> None:
         self._create = create
-        self._busy: dict[httpx.AsyncClient, int] = {}
+        self._clients: list[httpx.AsyncClient] = []
+        self._idle: list[httpx.AsyncClient] = []
 
     async def request(self, method: str, url: str, **options: Any) -> httpx.Response:
         """Send a request and read the whole response."""
@@ -34,17 +33,18 @@ class HttpClients:
                 yield response
 
     async def aclose(self) -> None:
-        clients, self._busy = list(self._busy), {}
+        clients, self._clients, self._idle = self._clients, [], []
         for client in clients:
             await client.aclose()
 
     @contextmanager
     def _client(self) -> Iterator[httpx.AsyncClient]:
-        counts = self._busy  # another one once these clients are closed
-        client = next((each for each, busy in counts.items() if busy < AT_ONCE), None)
-        client = client or self._create()
-        counts[client] = counts.get(client, 0) + 1
+        if not self._idle:
+            self._clients.append(self._create())
+            self._idle.append(self._clients[-1])
+        client = self._idle.pop()  # the one used last, whose connection is still open
         try:
             yield client
         finally:
-            counts[client] -= 1
+            if not client.is_closed:
+                self._idle.append(client)

@@ -1,10 +1,11 @@
-"""Many requests at once are spread over clients, which are used again."""
+"""Many requests at once have a client each, and later ones use them again."""
 
 import asyncio
 
 import httpx
+import pytest
 
-from kit.http_clients import AT_ONCE, HttpClients
+from kit.http_clients import HttpClients
 
 
 class Server(httpx.AsyncBaseTransport):
@@ -28,7 +29,7 @@ class Server(httpx.AsyncBaseTransport):
         self.closed = True
 
 
-async def test_each_client_has_few_requests_and_is_used_again() -> None:
+async def test_each_request_has_a_client_that_is_used_again() -> None:
     servers: list[Server] = []
     answer = asyncio.Event()
 
@@ -37,21 +38,27 @@ async def test_each_client_has_few_requests_and_is_used_again() -> None:
         return httpx.AsyncClient(transport=servers[-1], base_url="http://server")
 
     clients = HttpClients(create)
-    count = 10 * AT_ONCE
+    count = 50
     waiting = [asyncio.create_task(clients.request("GET", f"/{n}")) for n in range(count)]
     while sum(server.open for server in servers) < count:
         await asyncio.sleep(0)
     answer.set()
     assert [(await one).text for one in waiting] == [f"/{n}" for n in range(count)]
-    assert [server.most for server in servers] == [AT_ONCE] * 10
-    for _ in range(2 * AT_ONCE):  # one that fails or is read half keeps no place
+    assert [server.most for server in servers] == [1] * count
+    for _ in range(2 * count):  # one that fails or is read half is used again
         async with clients.stream("GET", "/half") as response:
             assert response.status_code == 200
-        try:
+        with pytest.raises(httpx.ConnectError):
             await clients.request("GET", "/broken")
-        except httpx.ConnectError:
-            continue
     await asyncio.gather(*(clients.request("GET", "/again") for _ in range(count)))
-    assert len(servers) == 10
+    assert len(servers) == count
+    answer.clear()
+    pending = asyncio.create_task(clients.request("GET", "/late"))
+    await asyncio.sleep(0)
     await clients.aclose()
     assert all(server.closed for server in servers)
+    answer.set()
+    await pending
+    await clients.request("GET", "/after")  # with a new client: the old ones are closed
+    assert len(servers) == count + 1
+    await clients.aclose()

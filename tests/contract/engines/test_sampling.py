@@ -135,7 +135,7 @@ async def idle(engine: Engine) -> bool:
     if not isinstance(engine, VllmEngine):
         return bool(await sample(engine, max_tokens=1))
     for _ in range(600):
-        metrics = (await engine._process._client.get("/metrics")).text
+        metrics = (await engine._process._client.request("GET", "/metrics")).text
         running = [line for line in metrics.splitlines() if "num_requests_running{" in line]
         if running and all(line.endswith(" 0.0") for line in running):
             return True
