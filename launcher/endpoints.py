@@ -50,16 +50,16 @@ def page_link(endpoints: Endpoints, key: str | None) -> str | None:
     would end up in histories and logs.
     """
     address = f"{endpoints.control}/"
-    status, _ = _request(endpoints.control, "GET", "/")
+    status, _ = request(endpoints.control, "GET", "/")
     if status == 401 and key:
-        status, body = _request(endpoints.control, "POST", "/api/login-token", key)
+        status, body = request(endpoints.control, "POST", "/api/login-token", key)
         if status != 200:
             return None
         return f"{address}?token={json.loads(body)['token']}"
     return address if status in (200, 401) else None
 
 
-def _request(address: str, method: str, path: str, key: str | None = None) -> tuple[int, bytes]:
+def request(address: str, method: str, path: str, key: str | None = None) -> tuple[int, bytes]:
     """The status and body of an answer; status 0 if there is none."""
     connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=10)
     with contextlib.closing(connection):

@@ -4,17 +4,17 @@ They join the Ray head of the server (`scripts/ray-cluster`). They hold no state
 spot machines, and come and go while the server runs.
 """
 
-import io
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from pydantic import SecretStr
 
-from launcher.errors import ClusterNotFound, LauncherError, Unreachable
+from launcher.errors import LauncherError
 from launcher.packaged import find_task
 from launcher.project import prepared
 from launcher.provider import Cost, Provider, live_server
+from launcher.ray_head import RayHead, no_ray, read_ray_head
 from launcher.settings import Settings
 from launcher.startup import naming_the_cluster
 from launcher.state import add_secret_names, launch_lock
@@ -22,9 +22,6 @@ from launcher.task import Task
 
 HEAD_TASK, TASK = "sky/art-multi-node.yaml", "sky/art-worker.yaml"
 """The tasks of a server that workers can join, and of a worker."""
-RAY_HEAD = ".art-cluster/ray-head"
-"""File below the home of a server's cluster: where its Ray head is, and with which key to join."""
-_LINE = re.compile(r"^(HEAD|ENGINE|ART_API_KEY)=(.+)$", re.MULTILINE)
 
 
 class Workers:
@@ -81,7 +78,10 @@ class Workers:
         gpus: str | None,
         progress: Callable[[str], None],
     ) -> None:
-        task = prepared(self._task(self._ray_head()), progress)
+        ray_head = read_ray_head(self._provider, self.head)
+        if ray_head is None:
+            raise no_ray(self.head, "no worker can join it")
+        task = prepared(self._task(ray_head), progress)
         arguments = self._provider.like(self.head)
         # The last of two options of the same name counts.
         arguments += [*(["--gpus", gpus] if gpus else []), *(["--use-spot"] if spot else [])]
@@ -102,25 +102,8 @@ class Workers:
                 f"Worker `{name}` joins as soon as it is set up: `launcher logs server -c {name}`"
             )
 
-    def _ray_head(self) -> Mapping[str, str]:
-        """Where the server's Ray head is, which engine it has, and the key to join it."""
-        out, cause = io.StringIO(), None
-        try:
-            self._provider.read(self.head, RAY_HEAD, follow=False, tail=0, out=out)
-        except (ClusterNotFound, Unreachable):
-            raise
-        except LauncherError as error:  # there is no such file
-            cause = error
-        values = dict(_LINE.findall(out.getvalue()))
-        if len(values) < 3:
-            raise LauncherError(
-                f"The server of cluster `{self.head}` does not run on Ray: no worker can join it",
-                hint="Launch one that does with `launcher up art-multi-node -c NAME`",
-            ) from cause
-        return values
-
-    def _task(self, ray_head: Mapping[str, str]) -> Task:
-        key = SecretStr(ray_head["ART_API_KEY"])
+    def _task(self, ray_head: RayHead) -> Task:
+        key = SecretStr(ray_head.key)
         # The bucket is for the server's state, and a worker has none.
         settings = self._settings.model_copy(update={"art_api_key": key, "bucket": None})
         # A worker follows the server. Its own limit is for a server that hangs.
@@ -128,5 +111,6 @@ class Workers:
         if ends is not None:
             hours = max((ends - time.time()) / 3600, 0.1)
         limits = {"ART_MAX_HOURS": f"{hours:g}", "ART_IDLE_MINUTES": "0"}
-        envs = {"HEAD": ray_head["HEAD"], "ENGINE": ray_head["ENGINE"], **limits}
-        return Task.load(find_task(TASK), settings, envs=envs)
+        dashboard = "0" if ray_head.dashboard is None else "1"
+        envs = {"HEAD": ray_head.address, "ENGINE": ray_head.engine, "RAY_DASHBOARD": dashboard}
+        return Task.load(find_task(TASK), settings, envs=envs | limits)

@@ -10,11 +10,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
 from tests.processes import descendants
-from tests.serving import free_port
+from tests.serving import ROOT, free_port
 from trainer.machines.ray_cluster import LEARNER, token_for
 
 ACTOR = "ray::MachineActor"
@@ -23,6 +24,36 @@ KEY = "sesame"
 LOG = "ray.log"
 RAY = str(Path(sys.executable).with_name("ray"))
 _networks = itertools.count(1)
+
+
+@contextlib.contextmanager
+def script_head(
+    log: Path, host: str, *, server: Path | str = sys.prefix, **environment: str
+) -> Iterator[tuple[int, str]]:
+    """Start a head by `scripts/ray-cluster` from the environment `server`; give pid and address."""
+    port = free_port()
+    command = [str(ROOT / "scripts/ray-cluster"), "head", host, str(port), "--", "sleep", "600"]
+    environment = {**os.environ, "ART_API_KEY": KEY, "ART_SERVER": str(server), **environment}
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process,
+    ):
+        try:
+            while "Ray's head is at" not in log.read_text():
+                assert process.poll() is None, log.read_text()
+                time.sleep(0.1)
+            yield process.pid, f"{host}:{port}"
+        finally:
+            process.send_signal(signal.SIGTERM)
+
+
+def environment_with_dashboard(directory: Path) -> Path:
+    """Make an environment with nothing but the extra `dashboard`."""
+    pins = ROOT / "requirements/laptop.txt"
+    install = ["pip", "install", "--quiet", "--constraints", str(pins), "ray[default]"]
+    subprocess.run(["uv", "venv", "--quiet", "--python", sys.executable, directory], check=True)
+    subprocess.run(["uv", *install, "--python", str(directory / "bin/python")], check=True)
+    return directory
 
 
 class RayHosts:

@@ -4,6 +4,7 @@ import contextlib
 import sys
 import webbrowser
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -28,29 +29,69 @@ def local_ports(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.command()
 @on_cluster
 @local_ports
+@click.option("--dashboard", is_flag=True, help="Forward Ray's dashboard too.")
+@click.option(
+    "--dashboard-port",
+    type=click.IntRange(1, 65535),
+    metavar="PORT",
+    help="Local port of Ray's dashboard; implies --dashboard.",
+)
 @as_json
-def tunnel(target: Target, port: int | None, openai_port: int | None, as_json: bool) -> None:
+def tunnel(
+    target: Target,
+    port: int | None,
+    openai_port: int | None,
+    dashboard: bool,
+    dashboard_port: int | None,
+    as_json: bool,
+) -> None:
     """Forward the server's two ports to this machine.
 
     Prints the environment variables for clients and the address of the page once the server
     answers, and runs until you press Ctrl-C. Do not change --openai-port for openpipe-art: it
     connects to the port that the server reports.
 
+    A server on Ray has Ray's dashboard if its task sets RAY_DASHBOARD=1.
+
     \b
     Example:
       launcher tunnel
       launcher tunnel --port 17999 --openai-port 18000
+      launcher tunnel --dashboard
     """
-    with _opened(target, port, openai_port) as (endpoints, page):
+    with (
+        _dashboard(target, dashboard_port) if dashboard or dashboard_port else nullcontext() as ray,
+        _opened(target, port, openai_port) as (endpoints, page),
+    ):
         if as_json:
-            data({**vars(endpoints), "page": page, "variables": endpoints.exports()})
+            variables = endpoints.exports()
+            data({**vars(endpoints), "page": page, "dashboard": ray, "variables": variables})
         else:
             for variable, value in endpoints.exports().items():
                 click.echo(f"export {variable}={value}")
         sys.stdout.flush()
         if page:
             note(f"Page: {page}{_once(page)}")
+        if ray:
+            note(f"Ray's dashboard: {ray} (print its token with `{_print_token(target)}`)")
         note("The tunnel is open; press Ctrl-C to close it")
+
+
+def _dashboard(target: Target, port: int | None) -> AbstractContextManager[str]:
+    from launcher.ray_head import open_dashboard
+
+    return open_dashboard(target.cluster.provider, target.cluster.name, port)
+
+
+def _print_token(target: Target) -> str:
+    """The command that prints the token. It is a secret, so `tunnel` does not print it itself."""
+    from launcher.local.provider import LocalProvider
+    from launcher.ray_head import RAY_TOKEN
+
+    name = target.cluster.name
+    if target.local:
+        return f"cat {LocalProvider().root / name / 'home' / RAY_TOKEN}"
+    return f"ssh {name} cat {RAY_TOKEN}"
 
 
 @click.command("open")

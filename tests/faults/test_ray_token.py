@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import descendants
-from tests.ray_cluster import KEY
+from tests.ray_cluster import KEY, environment_with_dashboard, script_head
 from tests.serving import ROOT, free_port
 
 NAMESPACE = "art-ray-token"
@@ -23,7 +22,9 @@ SERVICES = {
     "raylet node manager": "ray.rpc.NodeManagerService/GetSystemConfig",
     "raylet object manager": "ray.rpc.ObjectManagerService/Push",
     "client server": "ray.rpc.RayletDriver/ClusterInfo",
+    "agent": "ray.rpc.ReporterService/HealthCheck",
 }
+AGENT = "agent"  # listens only where the dashboard is installed
 UNAUTHENTICATED, NO_SUCH_METHOD = "16", "12"
 JOIN = """
 import sys
@@ -59,24 +60,22 @@ def network() -> Iterator[None]:
         subprocess.run(["ip", "netns", "delete", NAMESPACE], check=True)
 
 
-@pytest.fixture
-def head(network: None, tmp_path: Path) -> Iterator[tuple[int, str]]:
-    """The pid and the address of a head that `scripts/ray-cluster` started."""
-    port = free_port()
-    environment = {**os.environ, "ART_API_KEY": KEY, "ART_SERVER": sys.prefix}
-    command = [str(ROOT / "scripts/ray-cluster"), "head", HEAD, str(port), "--", "sleep", "600"]
-    log = tmp_path / "log"
-    with (
-        log.open("wb") as output,
-        subprocess.Popen(command, env=environment, stdout=output, stderr=output) as process,
+@pytest.fixture(params=[False, True], ids=["bare", "dashboard"])
+def head(
+    request: pytest.FixtureRequest, network: None, tmp_path: Path
+) -> Iterator[tuple[int, str, set[str]]]:
+    """A head that `scripts/ray-cluster` started: pid, address and services."""
+    server, services = Path(sys.prefix), set(SERVICES)
+    if request.param:
+        server = environment_with_dashboard(tmp_path / "server")
+    else:
+        services.remove(AGENT)
+    dashboard = str(free_port())
+    with script_head(tmp_path / "log", HEAD, server=server, RAY_DASHBOARD_PORT=dashboard) as (
+        pid,
+        address,
     ):
-        try:
-            while "Ray's head is at" not in log.read_text():
-                assert process.poll() is None, log.read_text()
-                time.sleep(0.1)
-            yield process.pid, f"{HEAD}:{port}"
-        finally:
-            process.send_signal(signal.SIGTERM)
+        yield pid, address, services
 
 
 def stranger(*command: str) -> "subprocess.CompletedProcess[str]":
@@ -121,12 +120,14 @@ def refusals(pid: int, frame: Path) -> set[str]:
     return refused
 
 
-def test_a_stranger_is_refused_at_every_port(head: tuple[int, str], tmp_path: Path) -> None:
-    pid, address = head
+def test_a_stranger_is_refused_at_every_port(
+    head: tuple[int, str, set[str]], tmp_path: Path
+) -> None:
+    pid, address, services = head
     frame = tmp_path / "frame"
     frame.write_bytes(bytes(5))  # an empty message of gRPC
     deadline = time.monotonic() + 120
-    while (refused := refusals(pid, frame)) != set(SERVICES):
+    while (refused := refusals(pid, frame)) != services:
         # Some of Ray's processes start to listen after Ray says that it has started.
         assert time.monotonic() < deadline, (refused, ports_of(pid))
         time.sleep(1)

@@ -223,6 +223,7 @@ def test_run_tunnel_and_bundle_print_json(
         "control": address,
         "openai": f"{address}/v1",
         "page": f"{address}/",
+        "dashboard": None,
         "variables": {"ART_BASE_URL": address, "OPENAI_BASE_URL": f"{address}/v1"},
     }
     printed = json.loads(invoke("logs", "--json", "--bundle", "b.tar.gz", provider=provider).stdout)

@@ -118,6 +118,26 @@ def test_ray_ends_with_the_server_whose_exit_code_is_passed_on(home: Path) -> No
     assert "RAY_USAGE_STATS_ENABLED=0\n" in environment
 
 
+def test_a_dashboard_that_is_installed_is_on_loopback_and_noted_for_the_launcher(
+    home: Path,
+) -> None:
+    (home / "aiohttp_cors.py").touch()  # of `ray[default]`
+    envs = {"PYTHONPATH": str(home), "RAY_DASHBOARD_PORT": "8333"}
+    server = "cd ~/.art-cluster; tail -n 1 ray-head; cat ray-token; stat -c %a ray-head ray-token"
+    code, out, err = outcome(
+        home, "head", "127.0.0.1", str(free_port()), "--", "bash", "-c", server, **envs
+    )
+    assert code == 0, err
+    token = hashlib.sha256(b"ray:secret").hexdigest()
+    assert out.splitlines() == ["DASHBOARD=8333", token, "600", "600"]
+    line = " ".join(started(home)[0])
+    assert "--include-dashboard true --dashboard-host 127.0.0.1 --dashboard-port 8333 " in line
+    assert list((home / ".art-cluster").iterdir()) == []
+    # Its metrics would have ports that ask for no token.
+    environment = (home / "environment").read_text().splitlines()
+    assert {"RAY_enable_metrics_collection=0", "DASHBOARD_METRIC_PORT=65536"} <= set(environment)
+
+
 def test_a_server_that_was_killed_comes_back_to_the_same_ray(home: Path) -> None:
     server = "echo served; [ $(wc -l <~/starts) = 2 ] || kill -KILL $$; exit 3"
     command = f"echo >>~/starts; {server}"

@@ -11,10 +11,10 @@ from click.testing import Result
 
 from launcher.errors import NoCapacity, RemoteError, Unreachable
 from launcher.provider import Cost, Run, RunStatus
+from launcher.ray_head import RAY_HEAD
 from launcher.skypilot.provider import SkyProvider
 from launcher.skypilot.testing import FakeSky
 from launcher.testing import FakeProvider
-from launcher.workers import RAY_HEAD
 
 Invoke = Callable[..., Result]
 HEAD = "HEAD=10.0.0.5:7998\nENGINE=embedded\nART_API_KEY=the-key\n"
@@ -48,8 +48,18 @@ def test_workers_join_the_head_with_its_key_on_machines_like_its_own(
     assert (task.envs["HEAD"], task.envs["ENGINE"]) == ("10.0.0.5:7998", "embedded")
     assert task.secrets == {"ART_API_KEY": "the-key"}
     assert "the-key" not in str(task.config)
+    assert task.envs["RAY_DASHBOARD"] == "0"
     # Only the server writes state.
     assert not any("sky_workdir" in place for place in task.config.get("file_mounts", {}))
+
+
+def test_workers_of_a_server_with_a_dashboard_report_to_it(
+    invoke: Invoke, provider: FakeProvider
+) -> None:
+    provider.files[RAY_HEAD] = f"{HEAD}DASHBOARD=8265\n"
+    invoke("up", "task.yaml", "--workers", "1", provider=provider)
+    ((_, task, _),) = provider.launched
+    assert task.envs["RAY_DASHBOARD"] == "1"
 
 
 def test_spot_and_other_gpus_are_for_workers_only(invoke: Invoke, healthy_port: int) -> None:
