@@ -75,6 +75,8 @@ class CompileCache:
         temporary = self._archive.with_name(f"{self._archive.name}.{os.getpid()}")
         try:
             self._archive.parent.mkdir(parents=True, exist_ok=True)
+            for left in self._archive.parent.glob(f"{self._archive.name}.*"):  # by a killed server
+                left.unlink()
             with tarfile.open(temporary, "w:gz", compresslevel=1) as archive:
                 archive.add(self._directory, arcname=".")
             temporary.replace(self._archive)

@@ -146,6 +146,7 @@ class Workers:
         await asyncio.gather(*(process.stop() for process in processes if process))
         if self._mps:
             await self._mps.stop()
+            self._mps = None
 
     async def _kept_code(self, base_model: str) -> dict[str, str]:
         """The variables with which workers find what was compiled before; none without a GPU."""
@@ -160,15 +161,16 @@ class Workers:
             self._keeping = asyncio.create_task(asyncio.to_thread(self._compiled.save))
 
     async def _start_mps(self, *, shared: bool, log: Path) -> None:
-        if not self._config.mps:
+        if not self._config.mps or self._mps:
             return
         if not shared:
             raise ConfigError(
                 "`mps` is set, but engine and learner share no GPU here",
                 hint="Remove `--mps`: they compute at the same time without it",
             )
-        self._mps = Mps(log)
-        await self._mps.start()
+        daemon = Mps(log)
+        await daemon.start()
+        self._mps = daemon
 
     async def load(self, model: Model, step: int) -> None:
         """Load a step's LoRA into the engine, and retry once if the engine dies."""
