@@ -1,12 +1,15 @@
 """What a client reads when a request fails, on an app without workers."""
 
+import asyncio
+import logging
 from collections.abc import AsyncIterator
 
 import httpx
 import pytest
 
 from trainer.config import ServerConfig
-from trainer.server.app import create_app
+from trainer.errors import Diverged
+from trainer.server.app import ExpectedErrors, create_app
 from trainer.server.backend import Backend
 
 PAGE = "`docs/api.md` lists what is served"
@@ -145,3 +148,17 @@ async def test_a_whole_character_may_be_escaped(server: httpx.AsyncClient) -> No
     body = rb'{"model": "m", "prompt": "\ud83d\ude00"}'
     answer = await server.post("/v1/completions", content=body, headers=JSON)
     assert answer.json()["error"]["code"] == "model_not_found"
+
+
+def test_the_log_has_no_traceback_of_an_error_that_it_names_already() -> None:
+    def shown(error: BaseException, cause: Exception | None = None) -> bool:
+        error.__cause__ = cause
+        told = (type(error), error, None)
+        record = logging.LogRecord("uvicorn.error", logging.ERROR, "", 0, "", (), told)
+        return ExpectedErrors().filter(record)
+
+    started = "Caught handled exception, but response already started."
+    assert not shown(asyncio.CancelledError())
+    assert not shown(RuntimeError(started), Diverged("`loss/train` is `nan`"))
+    assert shown(RuntimeError(started), ValueError("a mistake of ours"))
+    assert shown(RuntimeError("a mistake of ours"))

@@ -17,7 +17,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp
 
-from kit.errors import ConfigError
+from kit.errors import ConfigError, KitError
 from kit.files import make_private
 from kit.state_dir import STATE_DIR, ignore_in_git
 from trainer.config import ServerConfig
@@ -145,11 +145,15 @@ def _bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-class _NoCancelledRequests(logging.Filter):
-    """Drops the traceback of a request that is cancelled because the server stops."""
+class ExpectedErrors(logging.Filter):
+    """Drops the traceback of a request that the server's stop cancels, or of a step that failed."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
+        error = record.exc_info[1] if record.exc_info else None
+        # A step that fails after its first row has a line of its own in the log. Its client sees
+        # the connection close, for which Starlette raises an error.
+        failed = isinstance(error, RuntimeError) and isinstance(error.__cause__, KitError)
+        return not (failed or isinstance(error, asyncio.CancelledError))
 
 
 class _Server(uvicorn.Server):
@@ -191,7 +195,7 @@ async def _serve(
     server = _Server(uvicorn_config(create_app(config, backend)), backend)
     # The backend is stopped when uvicorn raises the signal again, so SIGTERM means exit code 0.
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: None)
-    logging.getLogger("uvicorn.error").addFilter(_NoCancelledRequests())
+    logging.getLogger("uvicorn.error").addFilter(ExpectedErrors())
     serving = asyncio.create_task(server.serve(sockets=sockets))
     watching = asyncio.create_task(watch_lease(config, backend, server))
     starting = asyncio.create_task(backend.start())
