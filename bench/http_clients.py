@@ -1,6 +1,6 @@
 """Compares ways to send many requests at once: their cost for the program that sends them.
 
-    python bench/http_clients.py [--at-once 16 64 256 512] [--requests 2048] [--write]
+    python bench/http_clients.py [--at-once 16 64 256] [--requests 768] [--write]
 
 A server in another process answers each request after a moment with 30 kB of JSON, as the gateway
 answers a chat with log probabilities. The client's processor time per request is what an agent's
@@ -101,8 +101,8 @@ async def measure(way: Any, url: str, requests: int, at_once: int) -> tuple[floa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--at-once", type=int, nargs="+", default=[16, 64, 256, 512])
-    parser.add_argument("--requests", type=int, default=2048)
+    parser.add_argument("--at-once", type=int, nargs="+", default=[16, 64, 256])
+    parser.add_argument("--requests", type=int, default=768)
     parser.add_argument("--write", action="store_true", help="write bench/results/http_clients.md")
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
