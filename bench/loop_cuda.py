@@ -1,7 +1,7 @@
 """Measures the parts of a step on a GPU: sampling, training, loading, the rest; random rewards.
 
     trainer serve --engine vllm --base-model DIR &
-    python bench/loop_cuda.py --base-model DIR [--groups 16] [--size 16] [--tokens 512]
+    python bench/loop_cuda.py --base-model DIR [--groups 16] [--size 16] [--tokens 512] [--ahead]
 
 Each step samples `groups` groups over the OpenAI API, rewards them at random and trains on them
 over ART's protocol, as an agent does, but without an agent's own work.
