@@ -20,6 +20,7 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -233,9 +234,15 @@ def measure(arguments: argparse.Namespace, engine: str, table: Table) -> None:
                 print(table, flush=True)
 
 
+def engine_name(text: str) -> str:
+    if not re.fullmatch(r"embedded|replay|vllm(\+(mps|fp8))*", text):
+        raise argparse.ArgumentTypeError(f"`{text}` is not embedded, replay or vllm[+mps][+fp8]")
+    return text
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--engine", nargs="+", default=["embedded", "replay"])
+    parser.add_argument("--engine", nargs="+", type=engine_name, default=["embedded", "replay"])
     parser.add_argument("--base-model", default="tiny-random")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--groups", type=int, default=4, help="groups per step")

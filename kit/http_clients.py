@@ -10,9 +10,9 @@ import httpx
 class HttpClients:
     """Sends each request through a client of its own, which later requests use again.
 
-    At every request and every end of a response, httpx looks at all connections of its client. With
-    a single client a thousand requests at once would take millions of looks, and the program that
-    sends them would be slower than the GPU that answers.
+    Whenever a request begins or a response ends, httpx goes through all connections of its client.
+    With hundreds of requests at once on a single client, that takes longer than a GPU needs to
+    answer them.
     """
 
     def __init__(self, create: Callable[[], httpx.AsyncClient]) -> None:

@@ -91,8 +91,8 @@ class ServerConfig(Config):
     take_turns: Annotated[bool, Env("ART_TAKE_TURNS")] = False
     """Let requests wait while a step trains, and the step until those under way have ended."""
     mps: Annotated[bool, Env("ART_MPS")] = False
-    """Let engine and learner compute at once on a GPU that they share, by CUDA MPS. Steps are
-    faster while requests are sampled, but if one of the two dies, both start again."""
+    """Let engine and learner compute at once on a GPU that they share, by CUDA MPS, instead of
+    switching between them. If one of the two dies, both start again."""
     keep_rollouts: Annotated[pydantic.ByteSize, Env("ART_KEEP_ROLLOUTS")] = Field(
         pydantic.ByteSize(2_000_000_000), ge=0
     )
