@@ -78,6 +78,15 @@ async def test_a_call_sends_the_configured_settings_and_requests_logprobs(
     await models.close()
 
 
+async def test_a_gateway_is_not_asked_for_logprobs_that_it_records(endpoint: Endpoint) -> None:
+    models = llms(endpoint.url)
+    models.endpoints["policy"].records = True
+    await models.handle("r", "policy").ask("hello")
+    await models.handle("r", "policy").ask("hello", logprobs=True)  # the agent wants them itself
+    assert ["logprobs" in body for _, body in endpoint.requests] == [False, True]
+    await models.close()
+
+
 async def test_a_call_to_an_overloaded_endpoint_is_retried(endpoint: Endpoint) -> None:
     endpoint.statuses = [503, 429]
     models = llms(endpoint.url)
