@@ -1,4 +1,4 @@
-"""The vLLM engine: `vllm serve` as a child process, token ids in and out. vLLM is never imported.
+"""The vLLM engine: `vllm serve` as a child process, token ids in and out. vLLM is not imported.
 
 It listens on a socket file that only this user can open, because vLLM's own key protects only some
 of its routes. Every step's LoRA has a new name and path, because vLLM's prefix cache would serve

@@ -13,6 +13,7 @@ from trainer.engines.gpus import parts_of
 from trainer.errors import Unsupported
 
 BASE = "base"  # vLLM's name for the model without a LoRA
+IN_VLLM = Path(__file__).parent / "in_vllm"
 # The ranks that vLLM has kernels for, smallest first.
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 
@@ -114,6 +115,8 @@ def quantization(kind: str | None) -> Json:
 
 def command_line(directory: Path, socket: Path | None, arguments: Mapping[str, Any]) -> list[str]:
     """Return the arguments of `vllm serve`: without a socket, for a part of another's vLLM."""
+    # Before a middleware of the user's: the flag adds to those named so far.
+    route = ["--middleware", "flat_completions.Middleware"] if socket else []
     ours: Json = {
         **({"uds": str(socket), "served_model_name": BASE} if socket else {"headless": True}),
         "enable_lora": True,
@@ -127,7 +130,7 @@ def command_line(directory: Path, socket: Path | None, arguments: Mapping[str, A
         "generation_config": "vllm",
         "disable_uvicorn_access_log": True,
     }
-    return [str(directory), *flags({**arguments, **ours})]
+    return [str(directory), *route, *flags({**arguments, **ours})]
 
 
 def flags(arguments: Mapping[str, Any]) -> list[str]:
@@ -161,6 +164,7 @@ def environment(*, cuda: bool) -> dict[str, str]:
         # Its own default, 5 s, is also httpx's: a request that is sent while vLLM closes the
         # connection would be lost.
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(IN_VLLM), os.environ.get("PYTHONPATH")])),
     }
     if not cuda:
         # On a CPU the first logprob would compile C++ for half a minute, even in eager mode.

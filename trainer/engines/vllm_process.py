@@ -20,11 +20,13 @@ from kit.http_clients import HttpClients
 from kit.types import Json
 from trainer.engines import vllm_log
 from trainer.errors import BadRequest, NotFound, TrainerError, WorkerDied
+from trainer.processes import large_json
 from trainer.processes.process_group import members
 from trainer.processes.worker import environment_without_keys, open_log
 
 logger = logging.getLogger(__name__)
 LOG_INTERVAL = 5.0  # seconds between two log lines while vLLM starts
+FLAT = "/v1/flat_completions"  # of `in_vllm`
 STOP_WITHIN = 12.0  # seconds; `process_group` kills the group after 8
 
 
@@ -43,6 +45,8 @@ class VllmProcess:
         self._directory: Path | None = None
         self._client = HttpClients(httpx.AsyncClient)
         self.asleep = False
+        self.flat = False
+        """Whether this vLLM has the route of `in_vllm`."""
 
     @property
     def started(self) -> bool:
@@ -76,6 +80,9 @@ class VllmProcess:
         try:
             await self._launch(arguments(socket), environment)
             await self._wait_until_ready(reserved)
+            self.flat = (await self._client.request("GET", FLAT)).status_code == 405
+            if not self.flat:
+                logger.warning("this vLLM cannot run `in_vllm`: it answers more slowly")
         except BaseException:
             await self.stop()
             raise
@@ -160,7 +167,7 @@ class VllmProcess:
         await self._check(response)
         if not response.headers.get("content-type", "").startswith("application/json"):
             return {}  # the response to loading a LoRA is plain text
-        result: Json = response.json()
+        result: Json = large_json.parse(response.content)
         return result
 
     async def stream(self, path: str, body: Json) -> AsyncGenerator[Json]:

@@ -9,7 +9,7 @@ from kit.types import Json
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.engine import Delta, SampleRequest, TopLogprobs
 from trainer.engines.vllm_choice import VllmChoice
-from trainer.engines.vllm_process import VllmProcess
+from trainer.engines.vllm_process import FLAT, VllmProcess
 from trainer.engines.vllm_requests import sampling_body, scores, scoring_body
 
 
@@ -69,7 +69,9 @@ class VllmSampler:
     async def _rows(self, body: Json) -> AsyncGenerator[Json, None]:
         """Yield the choices of vLLM's response. Closing the iterator early cancels it."""
         if not body["stream"]:
-            for choice in (await self._process.post("/v1/completions", body))["choices"]:
+            flat = self._process.flat and not body["logprobs"]
+            path = FLAT if flat else "/v1/completions"
+            for choice in (await self._process.post(path, body))["choices"]:
                 yield choice
             return
         async with aclosing(self._process.stream("/v1/completions", body)) as events:

@@ -9,6 +9,7 @@ import torch
 from tests.contract.engines.choices import BOUND, PROMPT, sample
 from trainer.base_model.resolve import resolve
 from trainer.engines.engine import Constraint, Engine, SampleRequest
+from trainer.engines.vllm_process import FLAT, VllmProcess
 from trainer.policy.model import Policy, load_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -48,6 +49,28 @@ async def test_the_logprobs_are_the_policys_own_under_every_setting(
                 values = row.topk(3).values.tolist()
                 assert [value for _, value in found] == pytest.approx(values, abs=BOUND)
                 assert [float(row[token]) for token, _ in found] == pytest.approx(values, abs=BOUND)
+
+
+@pytest.mark.parametrize("settings", [{}, {"stop": ("a",)}, {"n": 3}, {"stop_token_ids": (97,)}])
+async def test_vllms_short_route_answers_what_its_own_route_does(
+    engines: dict[str, Engine], monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    paths = []
+    post = VllmProcess.post
+
+    async def listen(self: VllmProcess, path: str, body: Any) -> Any:
+        paths.append(path)
+        return await post(self, path, body)
+
+    monkeypatch.setattr(VllmProcess, "post", listen)
+    short = await sample(engines["vllm"], seed=5, max_tokens=40, **settings)
+    assert paths == [FLAT]
+    own = await sample(engines["vllm"], seed=5, max_tokens=40, top_logprobs=1, **settings)
+    assert paths == [FLAT, "/v1/completions"]
+    for one, other in zip(short, own, strict=True):
+        assert (one.token_ids, one.text) == (other.token_ids, other.text)
+        assert one.finish_reason == other.finish_reason
+        assert one.logprobs == pytest.approx(other.logprobs, abs=BOUND)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,1 @@
+"""What runs inside vLLM's own process: the only code that imports vLLM."""
