@@ -2,15 +2,16 @@
 
     python bench/overlap.py [--engine embedded replay] [--steps 12] [--groups 4] [--latency 1]
     python bench/overlap.py --engine replay --learner-s 6 --write
-    python bench/overlap.py --engine vllm vllm+mps --base-model DIR --latency 0 1   on a GPU
+    python bench/overlap.py --engine vllm vllm+mps --base-model DIR --latency 0 1 --steps 6 4
 
 The harness trains an agent that calls the model in turns and waits for a tool after each: the
 waits are lognormal with a median of 2 s, cut at 30 s, times `--latency`. `embedded` and `vllm` are
 real engines; `+mps` and `+fp8` are settings of the server. `replay` answers with what the embedded
 engine sampled at first, and sleeps for as long as `--rate` tokens per second would take, so that
 sampling needs no core; `--learner-s` makes each step take at least that long. The engine is busy
-while it samples at least one request, the learner while it trains a step. Times are from the first
-request to the end of the last step.
+while it samples at least one request, the learner while it trains a step. Times are from the end of
+the first step to the end of the last but one: a long run hardly has more of its beginning, when
+nothing trains, and of its end, when nothing is sampled.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import math
 import os
 import random
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -152,7 +154,7 @@ def run(
 ) -> tuple[list[Any], dict[str, list[Interval]]]:
     """Train with the harness; return the rows of its epochs, and when each part was busy."""
     output = directory / name
-    steps = settings.pop("steps", arguments.steps)
+    steps = settings.pop("steps")
     config = config_of(arguments, name, steps, settings.pop("latency"))
     config["finetuning"] |= {"output_dir": str(output), **settings}
     config["eval"]["general"]["output_dir"] = str(output / "runs")
@@ -185,6 +187,12 @@ def union(intervals: list[Interval], window: Interval) -> list[Interval]:
     return found
 
 
+def medians(rows: list[Any]) -> dict[str, float]:
+    """Return the median of each of the steps' times."""
+    names = [name for name in rows[0] if name.startswith("time/")]
+    return {name: round(statistics.median(row[name] for row in rows), 2) for name in names}
+
+
 def seconds(intervals: list[Interval]) -> float:
     return sum(end - begin for begin, end in intervals)
 
@@ -205,30 +213,31 @@ def measure(arguments: argparse.Namespace, engine: str, table: Table) -> None:
         base = 0.0
         with serving(arguments, engine, directory):
             rows, _ = run(arguments, directory, "warm", steps=arguments.warm, latency=0)
-            parts = [(row["time/sample_s"], row["time/train_s"]) for row in rows]
-            print(f"{engine}: first steps, sampling and training: {parts}", flush=True)
-            for latency, ahead in itertools.product(arguments.latency, arguments.ahead):
+            for number, row in enumerate(rows, 1):
+                print(f"{engine}, step {number}: {medians([row])}", flush=True)
+            cases = zip(arguments.latency, itertools.cycle(arguments.steps), strict=False)
+            for (latency, steps), ahead in itertools.product(cases, arguments.ahead):
                 name = f"latency-{latency:g}-ahead-{ahead}"
-                settings = {"latency": latency, "max_steps_off_policy": ahead}
+                settings = {"latency": latency, "steps": steps, "max_steps_off_policy": ahead}
                 rows, busy = run(arguments, directory, name, **settings)
-                begin = min(start for start, _ in busy["engine"])
-                end = max(end for _, end in busy["learner"])
-                wall = end - begin
+                print(f"{engine}, {name}: {medians(rows)}", flush=True)
+                begin, *_, end, _ = sorted(end for _, end in busy["learner"])
+                wall, counted = end - begin, len(rows) - 2
                 sampling, training = (union(busy[kind], (begin, end)) for kind in busy)
                 shared = both(sampling, training)
                 either = seconds(sampling) + seconds(training) - shared
-                base = wall if ahead == 0 else base
+                base = wall / counted if ahead == 0 else base
                 stale = sum(row["failures"].get("stale", 0) for row in rows)
                 trained = sum(row["num_trajectories"] for row in rows)
                 shares = [seconds(sampling), seconds(training), either, shared]
                 table.add(
                     [
                         *(engine, f"{MEDIAN_S * latency:g} s", str(ahead)),
-                        f"{wall / len(rows):.2f}",
-                        f"{3600 * len(rows) / wall:.0f}",
+                        f"{wall / counted:.2f}",
+                        f"{3600 * counted / wall:.0f}",
                         *(f"{share / wall:.0%}" for share in shares),
                         *(f"{trained / len(rows):.1f}", str(stale)),
-                        f"{base / wall:.2f}x" if base else "",
+                        f"{base * counted / wall:.2f}x" if base else "",
                     ]
                 )
                 print(table, flush=True)
@@ -244,7 +253,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--engine", nargs="+", type=engine_name, default=["embedded", "replay"])
     parser.add_argument("--base-model", default="tiny-random")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, nargs="+", default=[12], help="for each latency")
     parser.add_argument("--groups", type=int, default=4, help="groups per step")
     parser.add_argument("--generations", type=int, default=8, help="runs per group")
     parser.add_argument("--turns", type=int, default=2, help="calls of the model per run")
@@ -264,6 +273,8 @@ def main() -> None:
     for hidden in ("--busy", "--state-dir"):
         parser.add_argument(hidden, type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if min(arguments.steps) < 4:
+        parser.error("at least 4 steps: the first and the last are not counted")
     if arguments.serve:
         return serve(arguments)
     table = Table(
@@ -274,7 +285,8 @@ def main() -> None:
     for engine in arguments.engine:
         measure(arguments, engine, table)
     what = (
-        f"{arguments.steps} steps of {arguments.groups} groups of {arguments.generations} runs, "
+        f"{' or '.join(map(str, arguments.steps))} steps of {arguments.groups} groups of "
+        f"{arguments.generations} runs, "
         f"each {arguments.turns} calls of at most {arguments.tokens} tokens to "
         f"`{Path(arguments.base_model).name}` with tools of this median, at most "
         f"{LONGEST_S / MEDIAN_S:g} times as long"

@@ -11,7 +11,9 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from kit import json_text
 from kit.types import Json
 
 PRIVATE_DIRECTORY = 0o700
@@ -50,7 +52,7 @@ def read_lines(path: Path) -> Lines:
     return found
 
 
-def append_lines(path: Path, rows: Iterable[Json]) -> None:
+def append_lines(path: Path, rows: Iterable[Any]) -> None:
     """Append JSON lines, after a line end if the last line was cut off."""
     with path.open("ab+", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
@@ -58,7 +60,7 @@ def append_lines(path: Path, rows: Iterable[Json]) -> None:
             file.seek(end - 1)
         cut = bool(end) and file.read(1) != b"\n"
         for row in rows:
-            line = b"\n" * cut + json.dumps(row).encode() + b"\n"
+            line = b"\n" * cut + json_text.dump(row) + b"\n"
             cut = False
             view = memoryview(line)
             while view:  # a disk that is almost full takes a part

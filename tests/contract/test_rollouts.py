@@ -102,6 +102,28 @@ async def test_every_turn_of_a_rollout_is_trained_as_it_was_sampled(trainable: S
     assert row["data/retokenized"] == 0
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_recorded_chat_may_leave_out_its_logprobs(trainable: Serving, stream: bool) -> None:
+    with rollout("rollouts", base_url=trainable.openai) as run:
+        body = {"model": run.model, "messages": [user("Hi")], "max_tokens": 8, "logprobs": False}
+        url = "chat/completions"
+        answer = httpx.post(f"{run.base_url}/{url}", json={**body, "stream": stream}, timeout=60)
+        assert "token_id:" not in answer.raise_for_status().text
+        # Elsewhere nothing else would hold them.
+        other = httpx.post(f"{trainable.openai}/v1/{url}", json=body, timeout=60).json()
+        assert other["choices"][0]["logprobs"]["content"]
+    recorded = httpx.get(f"{trainable.openai}/rollouts/{run.id}").json()
+    (choice,) = recorded["completions"][0]["choices"]
+    names = [token["token"] for token in choice["logprobs"]["content"]]
+    assert names == [f"token_id:{token}" for token in choice["token_ids"]]
+    step = recorded["completions"][0]["policy_step"]
+    assert recorded["choices"] == [{**choice, "policy_step": step}]
+    shorter = httpx.get(f"{trainable.openai}/rollouts/{run.id}", params={"only": "completions"})
+    assert shorter.json() == {k: v for k, v in recorded.items() if k != "choices"}
+    wrong = httpx.get(f"{trainable.openai}/rollouts/{run.id}", params={"only": "messages"})
+    assert wrong.status_code == 422 and "only" in wrong.json()["error"]["message"]
+
+
 def test_turns_of_other_apis_are_one_conversation_each(trainable: Serving) -> None:
     with rollout("rollouts", base_url=trainable.openai) as run:
         body: dict[str, Any] = {"model": run.model, "max_output_tokens": 8}

@@ -1,5 +1,6 @@
 """A damaged database is set aside; without a disk the server works in memory."""
 
+import json
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def test_damage_that_shows_while_serving_is_repaired_at_once(tmp_path: Path) -> 
     rollouts = Rollouts(path, health=health)
     rollouts.read("r")
     rollouts.record("r", {"number": 1})
-    assert rollouts.read("r")[-1] == {"number": 1}
+    assert json.loads(rollouts.read("r")[-1]) == {"number": 1}
     assert "is damaged" in health.report()["reasons"][0]
     rollouts.close()
 

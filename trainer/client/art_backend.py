@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 
+from kit import json_text
 from kit.types import Json
 from trainer.errors import BadRequest, Conflict, NotFound, NotReady, TrainerError
 
@@ -169,7 +170,8 @@ class ArtBackend:
 
     async def _rows(self, path: str, body: Json) -> AsyncIterator[dict[str, float]]:
         try:
-            async with self._http.stream("POST", path, json=body) as response:
+            content, kind = json_text.dump(body), {"content-type": "application/json"}
+            async with self._http.stream("POST", path, content=content, headers=kind) as response:
                 if response.is_error:
                     await response.aread()
                     raise error_of(response)

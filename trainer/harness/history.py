@@ -7,7 +7,6 @@ until the epoch ends, so an interrupted epoch is trained exactly once, on what i
 
 import contextlib
 import fcntl
-import json
 import logging
 import re
 from dataclasses import asdict, dataclass, field
@@ -15,8 +14,8 @@ from pathlib import Path
 from typing import IO
 
 from pydantic import TypeAdapter
-from pydantic_core import PydanticSerializationError
 
+from kit import json_text
 from kit.errors import ConfigError
 from kit.types import Json
 from trainer.harness.curriculum import CurriculumState
@@ -51,14 +50,6 @@ class Pending:
     """The curriculum's state after this epoch."""
     position: Position | None = None
     """The groups that are unused after this epoch; None if it took turns."""
-
-    def as_json(self) -> str:
-        """One line, as fast as possible: it holds a dictionary for each sampled token."""
-        form = TypeAdapter(Pending)
-        try:
-            return form.dump_json(self).decode()
-        except PydanticSerializationError:  # half of a surrogate pair, as a cut emoji leaves it
-            return json.dumps(form.dump_python(self, mode="json"))
 
 
 @dataclass
@@ -99,7 +90,7 @@ class History:
         )
 
     def begin_training(self, pending: Pending) -> None:
-        replace_file(self.directory / PENDING, pending.as_json())
+        replace_file(self.directory / PENDING, json_text.dump(pending).decode())
 
     def end_training(self) -> None:
         (self.directory / PENDING).unlink(missing_ok=True)

@@ -21,6 +21,7 @@ from trainer.client.rollouts import NOTHING_SAMPLED
 from trainer.errors import LlmRefused, LlmUnavailable
 from trainer.harness.config import LlmConfig
 from trainer.harness.types import Completion, Example
+from trainer.processes import large_json
 
 FUNCTION_MARK = "~"  # separates the rollout's id, the LLM's name and the function's name
 
@@ -70,7 +71,8 @@ class Endpoint:
         if not self.records:
             return []
         try:
-            response = await self._send("GET", f"{self.root}/rollouts/{quote(rollout, safe='')}")
+            url = f"{self.root}/rollouts/{quote(rollout, safe='')}?only=completions"
+            response = await self._send("GET", url)
         except LlmRefused as refused:
             if NOTHING_SAMPLED in refused.message:
                 return []
@@ -116,7 +118,7 @@ class Endpoint:
                 raise LlmRefused(
                     f"LLM `{self.name}` answered {response.status_code}: {_error_text(response)}"
                 )
-            answer: Json = response.json()
+            answer: Json = large_json.parse(response.content)
             return answer
         raise LlmUnavailable(problem)
 
@@ -187,11 +189,11 @@ class Llm:
     async def chat(self, messages: list[Json], **settings: Any) -> Json:
         """Request a completion; return its first message, with `content` or `tool_calls`."""
         # Our gateway records the logprobs itself, and is asked for them once.
-        logprobs = self._endpoint.ask_for_logprobs and not self._endpoint.records
+        records = self._endpoint.records
         body = {
             "model": self.model,
             "messages": messages,
-            **({"logprobs": True} if logprobs else {}),
+            **({"logprobs": not records} if records or self._endpoint.ask_for_logprobs else {}),
             **self.config.sampling,
             **settings,
         }

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pydantic
 
-from kit.files import append_lines, read_lines, sync
+from kit import json_text
+from kit.files import append_lines, read_lines, replace_text, sync
 from kit.types import Json
-from trainer.harness.metrics import write_jsonl
 from trainer.harness.types import Failure, LostRun, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -94,12 +94,12 @@ class GroupFile:
 
     def append(self, group: SampledGroup) -> None:
         """Write a group durably; only then may it be trained."""
-        append_lines(self.path, [group.model_dump(mode="json")])
+        append_lines(self.path, [group])
         sync(self.path)
 
     def keep(self, groups: Iterable[SampledGroup]) -> None:
         """Replace the file by one with these groups only."""
-        write_jsonl(self.path, (group.model_dump(mode="json") for group in groups))
+        replace_text(self.path, "".join(f"{json_text.dump(group).decode()}\n" for group in groups))
 
     def read(self, position: Position) -> dict[int, SampledGroup]:
         """Return the groups that no epoch has used. Damaged ones are sampled again."""

@@ -5,11 +5,11 @@ and train on it without any change to the agent's framework. SQLite, in WAL mode
 """
 
 import contextlib
-import json
 import sqlite3
 import time
 from pathlib import Path
 
+from kit import json_text
 from kit.types import Json
 from trainer.errors import StorageError
 from trainer.server.database import Database
@@ -39,15 +39,17 @@ class Rollouts:
 
     def record(self, rollout: str, body: Json) -> None:
         self._db.execute(
-            "INSERT INTO said VALUES (NULL, ?, ?, ?)", (rollout, json.dumps(body), time.time())
+            "INSERT INTO said VALUES (NULL, ?, ?, ?)",
+            (rollout, json_text.dump(body).decode(), time.time()),
         )
         self._since_sweep += 1
         if self._since_sweep >= _SWEEP_EVERY:
             self._sweep()
 
-    def read(self, rollout: str) -> list[Json]:
+    def read(self, rollout: str) -> list[str]:
+        """Return the completions of a rollout, each as JSON."""
         found = self._db.execute("SELECT body FROM said WHERE rollout = ? ORDER BY id", (rollout,))
-        return [json.loads(body) for (body,) in found]
+        return [body for (body,) in found]
 
     def _sweep(self) -> None:
         self._since_sweep = 0

@@ -19,11 +19,20 @@ from trainer.server.policy_spans import policy_spans
 class ChatAnswer:
     """Builds OpenAI's JSON from the deltas of one request, whole or chunk by chunk.
 
-    Exact tokens and their logprobs are always included, requested or not.
+    Exact tokens and their logprobs are included, requested or not. Only where a rollout records
+    them, a request may turn them off.
     """
 
-    def __init__(self, request: ChatRequest, prompt_ids: list[int], tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        request: ChatRequest,
+        prompt_ids: list[int],
+        tokenizer: Tokenizer,
+        *,
+        recorded: bool = False,
+    ) -> None:
         self._request = request
+        self._logprobs = not (recorded and request.logprobs is False)
         self._prompt_ids = prompt_ids
         self._tokenizer = tokenizer
         self.warnings = request.warnings(tokenizer)
@@ -59,7 +68,8 @@ class ChatAnswer:
         if first and len(self._choices) == 1:
             chunk["prompt_token_ids"] = self._prompt_ids
             chunk.update({"warnings": self.warnings} if self.warnings else {})
-        return {**chunk, "choices": [{**self._tokens(delta, begins=begins), "delta": message}]}
+        tokens = self._tokens(delta, logprobs=self._logprobs, begins=begins)
+        return {**chunk, "choices": [{**tokens, "delta": message}]}
 
     async def events(self, chunks: AsyncGenerator[Json, None]) -> AsyncGenerator[str, None]:
         """Yield the events of a stream that consists of `chunks`."""
@@ -81,7 +91,7 @@ class ChatAnswer:
         return {
             **self._object("chat.completion"),
             "prompt_token_ids": self._prompt_ids,
-            "choices": self._whole_choices(),
+            "choices": self._whole_choices(logprobs=self._logprobs),
             "usage": self.usage(),
             **({"warnings": self.warnings} if self.warnings else {}),
         }
@@ -98,17 +108,17 @@ class ChatAnswer:
             "created": time.time(),
             "messages": self._request.messages,
             "tools": self._request.shown_tools,
-            "choices": self._whole_choices(),
+            "choices": self._whole_choices(logprobs=True),
             "usage": self.usage(),
         }
 
-    def _whole_choices(self) -> list[Json]:
+    def _whole_choices(self, *, logprobs: bool) -> list[Json]:
         choices = []
         for index, choice in sorted(self._choices.items()):
             message: Json = {"role": "assistant", "content": choice.text, "refusal": None}
             if calls := self._parsers[index].calls:
                 message.update(content=choice.text or None, tool_calls=calls)
-            choices.append({**self._tokens(choice), "message": message})
+            choices.append({**self._tokens(choice, logprobs=logprobs), "message": message})
         return choices
 
     def _object(self, kind: str) -> Json:
@@ -124,8 +134,22 @@ class ChatAnswer:
             "total_tokens": prompt + completion,
         }
 
-    def _tokens(self, delta: Delta, *, begins: bool = True) -> Json:
-        """The tokens of a delta; the first token of a choice carries its id too."""
+    def _tokens(self, delta: Delta, *, logprobs: bool, begins: bool = True) -> Json:
+        """The tokens of a delta, which name the choice."""
+        called = delta.finish_reason == "stop" and self._parsers[delta.index].calls
+        # OpenAI's answer to a named function ends with `stop`.
+        by_choice = called and not self._request.tool_use.named
+        return {
+            "index": delta.index,
+            CHOICE_ID: delta.choice_id,
+            "finish_reason": "tool_calls" if by_choice else delta.finish_reason,
+            "token_ids": delta.token_ids,
+            "logprobs": self._content(delta, begins=begins) if logprobs else None,
+            **self._spans(delta),
+        }
+
+    def _content(self, delta: Delta, *, begins: bool) -> Json:
+        """The logprobs of a delta; the first token of a choice carries its id too."""
         content: list[Json] = [
             {"token": f"{PREFIX}{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
             for token, logprob in zip(delta.token_ids, delta.logprobs, strict=True)
@@ -135,17 +159,7 @@ class ChatAnswer:
         for entry, token, tops in zip(content, delta.token_ids, delta.top_logprobs, strict=False):
             entry["bytes"] = list(self._tokenizer.token_bytes(token))
             entry["top_logprobs"] = [self._top(*top) for top in tops]
-        called = delta.finish_reason == "stop" and self._parsers[delta.index].calls
-        # OpenAI's answer to a named function ends with `stop`.
-        by_choice = called and not self._request.tool_use.named
-        return {
-            "index": delta.index,
-            CHOICE_ID: delta.choice_id,
-            "finish_reason": "tool_calls" if by_choice else delta.finish_reason,
-            "token_ids": delta.token_ids,
-            "logprobs": {"content": content, "refusal": None},
-            **self._spans(delta),
-        }
+        return {"content": content, "refusal": None}
 
     def _top(self, token: int, logprob: float) -> Json:
         # The token's bytes let a client read it; its name is its id, as everywhere.

@@ -27,7 +27,9 @@ class Exchange:
         tokenizer = backend.workers.tokenizer
         sample_request = chat.sample_request(tokenizer)
         self.prompt_tokens = len(sample_request.prompt_ids)
-        self.answer = ChatAnswer(chat, sample_request.prompt_ids, tokenizer)
+        self.answer = ChatAnswer(
+            chat, sample_request.prompt_ids, tokenizer, recorded=rollout is not None
+        )
         self.deltas = backend.sample(
             chat.model, sample_request, rollout=rollout, template=chat.template(tokenizer)
         )
