@@ -1,4 +1,5 @@
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from trainer.base_model.resolve import resolve
 from trainer.config import ServerConfig
 from trainer.engines import choose
 from trainer.engines.vllm import VllmEngine
-from trainer.engines.vllm_args import check, flags, rank_for
+from trainer.engines.vllm_args import IN_VLLM, check, command_line, environment, flags, rank_for
 from trainer.errors import Unsupported, WorkerDied
 from trainer.learner.process import LearnerProcess
 from trainer.machines.members import settings_for
@@ -142,3 +143,12 @@ def test_the_rank_is_the_smallest_of_vllms_that_fits_the_lora() -> None:
     assert [rank_for(rank) for rank in (1, 8, 9, 64, 300)] == [8, 8, 16, 64, 320]
     with pytest.raises(Unsupported, match="513"):
         rank_for(513)
+
+
+def test_our_route_and_a_users_middleware_both_reach_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = command_line(Path("model"), Path("socket"), {"middleware": "mine.Middleware"})
+    named = [after for flag, after in pairwise(command) if flag == "--middleware"]
+    assert named == ["flat_completions.Middleware", "mine.Middleware"]
+    monkeypatch.setenv("PYTHONPATH", "/mine")
+    assert environment(cuda=True)["PYTHONPATH"] == f"{IN_VLLM}:/mine"
+    assert (IN_VLLM / "flat_completions.py").is_file()
