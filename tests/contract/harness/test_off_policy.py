@@ -7,11 +7,13 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kit.files import read_lines
 from tests.contract.harness.conftest import Project, guide, write_project
 from tests.contract.harness.test_resume import EPOCHS, step_of, stop_at
 from tests.environments import client_environment
@@ -144,12 +146,12 @@ def test_a_blocked_run_holds_no_step(
         assert blocked not in used, "the steps did not wait for it"
         (project.directory / "release").touch()
         waiting = project.output / "sampled_groups.jsonl"
-        until(
-            lambda: (
-                f'"id": "{blocked}"' in waiting.read_text()
-                or any(row["id"] == blocked for rows in records(project).values() for row in rows)
-            )
-        )
+
+        def ended() -> bool:
+            sampled = [group["records"] for group in read_lines(waiting).rows]
+            return any(row["id"] == blocked for row in chain(*sampled, *records(project).values()))
+
+        until(ended)
         (project.directory / "recorded").touch()
         read_until(process, f"Completed epoch {epochs}/{epochs}")
         assert process.stderr
