@@ -1,5 +1,6 @@
 """The thin path on this machine: fresh clone, empty home, `--local`."""
 
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -57,8 +58,12 @@ def test_one_command_trains_smollm2_on_temporal_clue(
         sys.stdout.write("\n" + told[told.index("Trained 6 steps") :])
     reward = re.search(r"puzzles.*: (\S+) before, (\S+) after", told)
     right = re.search(r"valid answers: .* before, (\S+) after \(0.33 by guessing\)", told)
-    assert reward and float(reward[2]) - float(reward[1]) >= 0.1
+    # By chance, two means of 48 puzzles differ by 0.03. Runs that learned have gained from 0.09 on.
+    assert reward and float(reward[2]) - float(reward[1]) >= 0.06
     assert right and float(right[1]) - 1 / 3 >= 0.1
+    metrics = local_laptop.clone / ".art/temporal-clue/training_metrics.jsonl"
+    rewards = [json.loads(line)["avg_reward"] for line in metrics.read_text().splitlines()]
+    assert sum(rewards[-2:]) - sum(rewards[:2]) >= 0.1  # of 96 runs each; by chance 0.04
     checkpoint = re.search(r"Checkpoint: (\S+)", told)
     assert checkpoint and local_laptop.run(f"ls {checkpoint[1]}").split()[:2] == [
         "adapter_config.json",
