@@ -52,14 +52,14 @@ def test_the_python_api_of_the_readme_runs_as_it_stands_there(local_laptop: Any)
 def test_one_command_trains_smollm2_on_temporal_clue(
     local_laptop: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # A quarter of the default's epochs is enough to see it learn.
-    told = local_laptop.run("./launch-cluster.sh --local --epochs 6 2>&1")
+    # A third of the default's epochs is enough to see it learn.
+    told = local_laptop.run("./launch-cluster.sh --local --epochs 8 2>&1")
     with capsys.disabled():
-        sys.stdout.write("\n" + told[told.index("Trained 6 steps") :])
+        sys.stdout.write("\n" + told[told.index("Trained 8 steps") :])
     reward = re.search(r"puzzles.*: (\S+) before, (\S+) after", told)
     right = re.search(r"valid answers: .* before, (\S+) after \(0.33 by guessing\)", told)
-    # By chance, two means of 48 puzzles differ by 0.03. Runs that learned have gained from 0.09 on.
-    assert reward and float(reward[2]) - float(reward[1]) >= 0.06
+    # By chance, two means of 48 puzzles differ by 0.03. Six epochs have gained as little as 0.09.
+    assert reward and float(reward[2]) - float(reward[1]) >= 0.1
     assert right and float(right[1]) - 1 / 3 >= 0.1
     metrics = local_laptop.clone / ".art/temporal-clue/training_metrics.jsonl"
     rewards = [json.loads(line)["avg_reward"] for line in metrics.read_text().splitlines()]

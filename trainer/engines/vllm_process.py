@@ -82,7 +82,7 @@ class VllmProcess:
             await self._wait_until_ready(reserved)
             self.flat = (await self._client.request("GET", FLAT)).status_code == 405
             if not self.flat:
-                logger.warning("this vLLM cannot run `in_vllm`: it answers more slowly")
+                logger.warning("vLLM has no `%s`, so it answers more slowly; see its log", FLAT)
         except BaseException:
             await self.stop()
             raise

@@ -135,7 +135,7 @@ class ChatAnswer:
         }
 
     def _tokens(self, delta: Delta, *, logprobs: bool, begins: bool = True) -> Json:
-        """The tokens of a delta, which name the choice."""
+        """The tokens of a delta, with the id of its choice."""
         called = delta.finish_reason == "stop" and self._parsers[delta.index].calls
         # OpenAI's answer to a named function ends with `stop`.
         by_choice = called and not self._request.tool_use.named
