@@ -84,6 +84,24 @@ async def train(
     return {**times, "train_call_s": done - written, "done_at": done, **row}
 
 
+async def prepare(client: httpx.AsyncClient, arguments: argparse.Namespace) -> Json:
+    """Register a model and return it."""
+    model = {
+        "name": "loop",
+        "project": "bench",
+        "base_model": arguments.base_model,
+        "trainable": True,
+    }
+    for route, body in (
+        ("register", model),
+        ("_prepare_backend_for_training", {"model": model, "config": {}}),
+    ):
+        answer = await client.post(f"http://127.0.0.1:{arguments.port}/{route}", json=body)
+        if answer.status_code != 200:
+            raise SystemExit(answer.text)
+    return model
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base-model", required=True)
@@ -98,22 +116,8 @@ async def main() -> None:
     parser.add_argument("--port", type=int, default=7999)
     parser.add_argument("--openai-port", type=int, default=8000)
     arguments = parser.parse_args()
-    model = {
-        "name": "loop",
-        "project": "bench",
-        "base_model": arguments.base_model,
-        "trainable": True,
-    }
-    limits = httpx.Timeout(900)
-    async with httpx.AsyncClient(timeout=limits) as client:
-        control = f"http://127.0.0.1:{arguments.port}"
-        for route, body in (
-            ("register", model),
-            ("_prepare_backend_for_training", {"model": model, "config": {}}),
-        ):
-            answer = await client.post(f"{control}/{route}", json=body)
-            if answer.status_code != 200:
-                raise SystemExit(answer.text)
+    async with httpx.AsyncClient(timeout=900) as client:
+        model = await prepare(client, arguments)
         batch = await sample(client, arguments, model)
         for left in reversed(range(arguments.steps)):
             ahead = arguments.ahead and left > 0
