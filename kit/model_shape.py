@@ -97,7 +97,7 @@ def parse_shape(config: Mapping[str, Any], name: str) -> ModelShape:
         ) from error
     if not all(isinstance(size, int) and size > 0 for size in vars(shape).values() if size):
         raise ConfigError(
-            f"The config of `{name}` has sizes that are no positive numbers",
+            f"The config of `{name}` has sizes that are not positive numbers",
             hint="Download the model again",
         )
     return shape

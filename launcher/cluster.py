@@ -256,7 +256,8 @@ class Cluster:
                     lambda: self.pull(pull_to, progress=progress)
                 )
             except LauncherError as error:
-                discard = f"or discard them with `launcher down -c {self.name} --discard`"
+                down = f"launcher down{self.provider.option} -c {self.name} --discard"
+                discard = f"or discard them with `{down}`"
                 raise type(error)(error.message, hint=f"{error.hint}; {discard}") from error
         spent = None
         if status is not None:
@@ -293,5 +294,5 @@ class Cluster:
     def _no_run(self, run_id: str) -> RunNotFound:
         return RunNotFound(
             f"Cluster `{self.name}` has no run `{run_id}`",
-            hint=f"List its runs with `launcher ls -c {self.name}`",
+            hint=f"List its runs with `launcher ls{self.provider.option} -c {self.name}`",
         )

@@ -128,7 +128,7 @@ def _env_file(path: Path) -> Check:
 
 
 def _cluster(cluster: Cluster) -> list[Check]:
-    name = cluster.name
+    name, option = cluster.name, cluster.provider.option
     try:
         status = cluster.status()
     except LauncherError as error:
@@ -136,10 +136,13 @@ def _cluster(cluster: Cluster) -> list[Check]:
     if status is None:
         return [Check("cluster", True, f"there is no cluster `{name}`, so nothing costs money")]
     if status.status != "up":
-        fix = f"Finish it with `launcher up -c {name}`, or end it with `launcher down -c {name}`"
+        fix = (
+            f"Finish it with `launcher up{option} -c {name}`, "
+            f"or end it with `launcher down{option} -c {name}`"
+        )
         return [Check("cluster", False, f"`{name}` is {status.status}", fix)]
     up = Check("cluster", True, f"`{name}` is up: {status.where}")
-    fix = f"Read the server's log with `launcher logs server -c {name}`"
+    fix = f"Read the server's log with `launcher logs server{option} -c {name}`"
     try:
         with cluster.tunnel() as endpoints:
             healthy = is_healthy(endpoints)

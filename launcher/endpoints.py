@@ -72,20 +72,22 @@ def request(address: str, method: str, path: str, key: str | None = None) -> tup
             return 0, b""
 
 
-def wait_until_healthy(endpoints: Endpoints, cluster: str, patience: float = 60.0) -> None:
+def wait_until_healthy(
+    endpoints: Endpoints, cluster: str, option: str, patience: float = 60.0
+) -> None:
     """Return as soon as the server answers; raise if it does not within `patience` seconds."""
     deadline = time.monotonic() + patience
     while not is_healthy(endpoints):
         if time.monotonic() > deadline:
             raise ProviderError(
                 f"The server of cluster `{cluster}` does not answer",
-                hint=f"Read its log with `launcher logs server -c {cluster}`",
+                hint=f"Read its log with `launcher logs server{option} -c {cluster}`",
             )
         time.sleep(1)
 
 
-def wait_while_healthy(endpoints: Endpoints, cluster: str) -> None:
+def wait_while_healthy(endpoints: Endpoints, cluster: str, option: str) -> None:
     """Wait until Ctrl-C; raise if the server stops answering."""
     while True:
         time.sleep(30)
-        wait_until_healthy(endpoints, cluster)
+        wait_until_healthy(endpoints, cluster, option)

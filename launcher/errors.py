@@ -2,7 +2,7 @@
 
 LauncherError
 ├── TaskError         the task YAML cannot be used
-├── ProjectError      a project cannot be written, or not be launched
+├── ProjectError      a project cannot be written or launched
 ├── ClusterNotFound   no cluster of that name
 ├── RunNotFound       the cluster has no such run
 ├── NoCloud           SkyPilot has no credentials for any cloud
@@ -49,7 +49,7 @@ class ProviderError(LauncherError):
 
 
 class RemoteError(LauncherError):
-    hint = "Check that you can reach the cluster with `ssh art`"
+    hint = "Check that you can reach the cluster with `ssh CLUSTER`"
 
 
 class Unreachable(RemoteError):

@@ -72,6 +72,6 @@ def open_dashboard(provider: Provider, cluster: str, local_port: int | None) -> 
         if status != 200:
             raise ProviderError(
                 f"Ray's dashboard on cluster `{cluster}` does not answer",
-                hint=f"Read the server's log with `launcher logs server -c {cluster}`",
+                hint=f"Read its log with `launcher logs server{provider.option} -c {cluster}`",
             )
         yield address

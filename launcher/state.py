@@ -60,6 +60,6 @@ def launch_lock(cluster: str) -> Iterator[None]:
         except BlockingIOError:
             raise ProviderError(
                 f"Another command is already launching cluster `{cluster}`",
-                hint=f"Wait for it, or follow it with `launcher logs server -c {cluster}`",
+                hint="Wait until it is done",
             ) from None
         yield  # closing the file releases the lock, even if the process is killed

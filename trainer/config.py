@@ -89,7 +89,8 @@ class ServerConfig(Config):
     """Requests for samples that may wait or be sampled at once; others get status 429 and try again
     later."""
     take_turns: Annotated[bool, Env("ART_TAKE_TURNS")] = False
-    """Let requests wait while a step trains, and the step until those under way have ended."""
+    """Sample and train in turns: requests wait while a step trains, and a step waits for requests
+    that are being sampled."""
     mps: Annotated[bool, Env("ART_MPS")] = False
     """Let engine and learner compute at once on a GPU that they share, by CUDA MPS, instead of
     switching between them. If one of the two dies, both start again."""

@@ -16,7 +16,7 @@ class GrpoConfig(Config):
     learning_rate: float = Field(5e-5, gt=0)
     """AdamW learning rate of the trained weights."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls to zero at `max_steps`."""
+    """Schedule of the learning rate: `linear` and `cosine` fall to zero at `max_steps`."""
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the learning rate rises to its full value."""
     max_steps: int | None = Field(None, ge=1)

@@ -127,11 +127,11 @@ def _opened(
     cluster = target.cluster
     ports = cluster.ports
     with cluster.tunnel(port or ports[0], openai_port or ports[1]) as endpoints:
-        wait_until_healthy(endpoints, cluster.name)
+        wait_until_healthy(endpoints, cluster.name, cluster.provider.option)
         key = cluster.settings.art_api_key
         yield endpoints, page_link(endpoints, key.get_secret_value() if key else None)
         with contextlib.suppress(KeyboardInterrupt):
-            wait_while_healthy(endpoints, cluster.name)
+            wait_while_healthy(endpoints, cluster.name, cluster.provider.option)
 
 
 def _browse(address: str) -> bool:

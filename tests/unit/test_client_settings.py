@@ -110,7 +110,7 @@ def test_a_reference_by_its_path_is_a_checkpoint_of_this_server(tmp_path: Path) 
         *("/etc", str(elsewhere), str(elsewhere / "q/models/m/checkpoints/0001"), str(state)),
         *(str(kept.parent / "0003"), str(kept.parent), f"{kept}/../0009", "a\0b", "x" * 5000, 7),
     ):
-        with pytest.raises(BadRequest, match="which is no checkpoint of this server"):
+        with pytest.raises(BadRequest, match="which is not a checkpoint of this server"):
             reference(path)
 
 

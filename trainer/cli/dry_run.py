@@ -26,7 +26,7 @@ def dry_run(
 ) -> None:
     """Try CONFIG on one example, check everything, and estimate what the run will cost.
 
-    Runs the first example as often as an epoch does, with the server that CONFIG names, and trains
+    Runs the first example `num_generations` times, with the server that CONFIG names, and trains
     nothing. Exits with 1 if a check fails.
 
     \b

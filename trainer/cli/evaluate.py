@@ -17,8 +17,8 @@ from trainer.cli.options import as_json, config_file, overrides, state_dir
     "models",
     multiple=True,
     metavar="MODEL",
-    help="NAME@STEP, BASE@base, an LLM of the config, or URL#MODEL; may be repeated. The first "
-    "is compared with.  [base model and newest step]",
+    help="NAME@STEP, BASE@base, an LLM of the config, or URL#MODEL; may be repeated. The "
+    "others are compared with the first.  [base model and newest step]",
 )
 @click.option(
     "--validation_dataset",

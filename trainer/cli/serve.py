@@ -37,15 +37,15 @@ def devices(command: Any) -> Any:
     "--ray", metavar="ADDRESS", help="Use the machines of a Ray cluster: auto, HOST:PORT."
 )
 @click.option("--nodes", type=int, metavar="N", help="Machines that train together.  [1]")
-@click.option("--engine-nodes", type=int, metavar="N", help="Machines that share one model.  [1]")
-@click.option("--learner-port", type=int, metavar="PORT", help="Where learners meet.  [7997]")
+@click.option("--engine-nodes", type=int, metavar="N", help="Machines that hold one model.  [1]")
+@click.option("--learner-port", type=int, metavar="PORT", help="Port for the learners.  [7997]")
 @click.option("--keep-rollouts", metavar="SIZE", help="Disk space for trained attempts.  [2GB]")
 @click.option(
     "--idle-minutes", type=click.FloatRange(0), metavar="MINUTES", help="Exit when idle this long."
 )
 @click.option("--exit-when-idle", type=float, hidden=True)  # older name of `--idle-minutes`
 @click.option("--max-hours", type=float, metavar="HOURS", help="Exit after this many hours.")
-@click.option("--max-requests", type=int, metavar="N", help="Requests sampled at once.  [1024]")
+@click.option("--max-requests", type=int, metavar="N", help="Requests, waiting ones too.  [1024]")
 @click.option("--take-turns", is_flag=True, default=None, help="Do not sample while a step trains.")
 @click.option("--mps", is_flag=True, default=None, help="Sample and train at once on a shared GPU.")
 @click.option("--require-key", is_flag=True, default=None, help="Require the key on loopback too.")

@@ -229,8 +229,8 @@ class ArtTrainerAdapterConfig(Config):
     training: TrainingArgs = TrainingArgs()
     """Settings of every GRPO step."""
     wait_for_backend: float = Field(120, ge=0)
-    """Seconds to wait for a backend that stops answering. If not set, the first connection waits
-    only 5 seconds."""
+    """Seconds to wait for a backend that stops answering. Unless you set this, the first connection
+    waits only 5 seconds."""
 
 
 class ArtTrainerConfig(Config):

@@ -149,12 +149,12 @@ class FinetuningConfig(Config):
     output_dir: Path = Path(".tmp/nat/finetuning")
     """Directory for metrics, histories and the plot."""
     max_steps_off_policy: int = Field(0, ge=0, le=31)
-    """How many steps may be trained between the sampling of a run and its own training. 0 takes
+    """Greatest age of a run when it is trained: the steps trained since it was sampled. 0 takes
     turns: an epoch samples, then trains. With 1 or more, the next groups are sampled while a step
     trains, an epoch is one step, and runs that are older are lost as `stale`."""
     groups_per_step: int | None = Field(None, ge=1)
     """With `max_steps_off_policy`, a step trains when this many groups with different rewards are
-    complete. Defaults to `examples_per_epoch`."""
+    complete. Defaults to the builder's `examples_per_epoch`, or to the whole dataset."""
     oversample: float = Field(1.5, ge=1)
     """With `max_steps_off_policy`, at most this many times `groups_per_step` groups are sampled for
     a step, because groups with equal rewards are replaced and stragglers are not waited for."""

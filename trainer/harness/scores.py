@@ -18,7 +18,7 @@ _warned: set[tuple[str, str]] = set()
 
 @dataclass
 class Score:
-    """What an evaluator finds out about one run."""
+    """An evaluator's judgement of one run."""
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)

@@ -115,7 +115,7 @@ def mismatch_weight(inputs: LossInputs, old: Tensor, cap: float) -> Tensor:
 
 
 def effective_sample_size(metrics: dict[str, float]) -> float:
-    """The share of tokens that would teach as much if the policy itself had sampled them."""
+    """The effective sample size of the importance ratios, as a share of the tokens."""
     ratio, squared = metrics.pop(RATIO), metrics.pop(RATIO_SQUARED)
     return min(ratio**2 / squared, 1.0)
 

@@ -1,8 +1,8 @@
-"""What vLLM and the learner compile is kept for the next start.
+"""Keeps compiled code of vLLM and the learner for the next start.
 
 It is kept on this machine and, if the state directory is mounted from a bucket, also there as one
 archive, because a bucket is slow with many small files. The next machine of the same kind starts
-from it. Whoever may write to the bucket may thereby run code on the machine, as with checkpoints of
+from it. So anybody who can write to the bucket can run code on the machine, as with checkpoints of
 a model that bring code.
 """
 

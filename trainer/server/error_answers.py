@@ -24,7 +24,10 @@ _TYPES = {
 }
 _CODES = {401: "invalid_api_key", 413: "request_too_large"}
 _TEXT_ONLY = "Only text is served; give the agent another provider for this"
-_NO_STORAGE = "No files or threads are stored; send the conversation to `/v1/chat/completions`"
+_NO_STORAGE = (
+    "No files are stored; send the conversation to `/v1/chat/completions`, or continue it with "
+    "`previous_response_id` of `/v1/responses`"
+)
 # Routes of other servers that agents try, and what to do instead.
 _UNSERVED = {
     "embeddings": "This server has no embeddings; give the agent's retriever another provider",
@@ -41,7 +44,7 @@ _UNSERVED = {
     "vector_stores": _NO_STORAGE,
     "batches": "Send the requests concurrently; the engine batches them",
     "fine_tuning": "Train with an ART client or `trainer finetune`",
-    "evals": "Evaluate beside the agent; `trainer finetune` has evaluators",
+    "evals": "Evaluate beside the agent with `trainer eval`",
     "complete": "Use `/v1/messages` or `/v1/completions`",
     "rerank": "This server has no reranker; use another provider",
     "score": "This server has no scorer; use another provider",

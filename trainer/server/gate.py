@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 class Gate:
     """Many requests sample at once; closing the gate waits for those in flight and blocks new ones.
 
-    Closed are a step that needs the engine's memory, a step of a server that takes turns, and a
-    restart of the engine with other settings.
+    It is closed during a step that needs the engine's memory, during every step of a server that
+    takes turns, and while the engine restarts with other settings.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What is wrong with a server that still runs: `/health` names it, and the log does."""
+"""Faults of a server that still runs, which `/health` and the log name."""
 
 import logging
 import os

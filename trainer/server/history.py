@@ -104,7 +104,7 @@ def smoothed(directory: Path, benchmark: str, alpha: float) -> dict[int, float]:
 def _lines(path: Path) -> list[Json]:
     found = read_lines(path)
     if found.skipped:
-        logger.warning("`%s`: skipping lines that are no JSON objects: %s", path, found.skipped)
+        logger.warning("`%s`: skipping lines that are not JSON objects: %s", path, found.skipped)
     return found.rows
 
 

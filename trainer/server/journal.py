@@ -172,7 +172,7 @@ def _parsed(data: bytes, step: int) -> JournaledRequest:
     kinds = {"step": int, "model": dict, "groups": list, "config": dict}
     for name, kind in kinds.items():
         if not isinstance(getattr(request, name), kind):
-            raise ValueError(f"its `{name}` is no {kind.__name__}")
+            raise ValueError(f"its `{name}` is not of type {kind.__name__}")
     if request.step != step:
         raise ValueError(f"it holds the request of step `{request.step}`")
     return request

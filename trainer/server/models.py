@@ -138,7 +138,7 @@ class Models:
         try:
             sent = json.loads(self._serving.read_bytes())
             if not isinstance(sent, list) or not all(isinstance(one, dict) for one in sent):
-                raise ValueError("it is no list of models")
+                raise ValueError("it is not a list of models")
             return sent
         except FileNotFoundError:
             return []

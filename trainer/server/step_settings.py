@@ -162,7 +162,7 @@ def _own_checkpoint(value: Any, model: Model) -> str:
     except (TypeError, ValueError, OSError):
         pass
     raise BadRequest(
-        f"`kl_ref_adapter_path` is `{str(value)[:200]}`, which is no checkpoint of this server",
+        f"`kl_ref_adapter_path` is `{str(value)[:200]}`, which is not a checkpoint of this server",
         hint="Use `kl_penalty_reference_step`, or the directory of a checkpoint that is kept here",
     )
 

@@ -31,7 +31,7 @@ class ChatRequest(SamplingFields):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
-    """Logprobs are always returned."""
+    """Returned unless it is false and a rollout records them."""
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Json] | None = None
     tool_choice: str | Json | None = None
