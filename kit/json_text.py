@@ -1,9 +1,11 @@
 """JSON that somebody else wrote, and JSON that is written fast."""
 
+import dataclasses
 import json
 from typing import Any
 
-from pydantic_core import PydanticSerializationError, to_json, to_jsonable_python
+import pydantic
+from pydantic_core import to_json, to_jsonable_python
 
 
 def parse(text: str) -> Any:
@@ -24,5 +26,13 @@ def dump(value: Any) -> bytes:
     """
     try:
         return to_json(value, inf_nan_mode="constants")
-    except PydanticSerializationError:  # half of a surrogate pair, as a cut emoji leaves it
-        return json.dumps(to_jsonable_python(value)).encode()
+    except ValueError:  # half of a surrogate pair, as a cut emoji leaves it, or 255 levels
+        return json.dumps(value, default=_one_level).encode()
+
+
+def _one_level(value: Any) -> Any:
+    if isinstance(value, pydantic.BaseModel):
+        return dict(value)
+    if dataclasses.is_dataclass(value):
+        return vars(value)
+    return to_jsonable_python(value)

@@ -6,6 +6,7 @@ nothing, `Llm.chat` keeps its own record.
 
 import asyncio
 import copy
+import math
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -184,7 +185,10 @@ class Llm:
 
     def reward(self, value: float) -> None:
         """Reward an intermediate step of this run, for the `intermediate_steps` evaluator."""
-        self._rollout.rewards.append(float(value))
+        number = float(value)
+        if not math.isfinite(number):
+            raise ValueError(f"a reward must be a finite number, not `{number}`")
+        self._rollout.rewards.append(number)
 
     async def chat(self, messages: list[Json], **settings: Any) -> Json:
         """Request a completion; return its first message, with `content` or `tool_calls`."""

@@ -33,6 +33,7 @@ from trainer.measurements import mean_metrics
 
 logger = logging.getLogger(__name__)
 FEWEST_RUNS = 2  # fewer cannot be compared with each other
+LEFT_OUT = "it had not ended when the other runs of its example had to be trained"
 
 
 class OffPolicyBuilder:
@@ -136,12 +137,12 @@ class OffPolicyBuilder:
     async def cancel(self) -> None:
         """Stop sampling. Complete groups stay in their file for `--resume`."""
         self._steps = 0
-        if self._timer:
-            self._timer.cancel()
         for task in self._tasks:
             task.cancel()
         groups = [group.cancel() for group in self._started.values()]
         await asyncio.gather(*self._tasks, *groups, return_exceptions=True)
+        if self._timer:  # not before: every run that ends sets it anew
+            self._timer.cancel()
         self._watch.close()
 
     def _summarize(self, taken: Sequence[SampledGroup]) -> list[LostRun]:
@@ -183,7 +184,7 @@ class OffPolicyBuilder:
             raise self._error
 
     async def _leave_out_stragglers(self) -> None:
-        """Complete the groups that would be too old for the next step, without their stragglers."""
+        """Complete the groups that would be too old for a later step, without their stragglers."""
         waiting = []
         for number, group in list(self._started.items()):
             ended = [run for run in group.ended if run.failure is None]
@@ -192,10 +193,10 @@ class OffPolicyBuilder:
                 for run in ended
                 if self._limits.is_due(self._sampled_by(run, group.step), self._step)
             ]
-            if len(old) >= FEWEST_RUNS and group.running:
-                error = "it had not ended when the other runs of its example had to be trained"
-                self._keep(group.leave_out(Failure.STALE, error))
-                waiting.append(number)
+            if len(old) >= FEWEST_RUNS:
+                if group.running:
+                    self._keep(group.leave_out(Failure.STALE, LEFT_OUT))
+                waiting.append(number)  # until it is scored
         while any(number in self._started for number in waiting):
             await self._change()
 
@@ -227,15 +228,12 @@ class OffPolicyBuilder:
                 example_at(context, number),
                 self.config.num_generations,
                 f"{self._run_id}-group-{number}",
-                self._run_ended,
+                self._more_may_start,
                 step=self._step,
                 clock=self.clock,
             )
             self._started[number] = group
             self._keep([asyncio.create_task(self._finish(number, group))])
-
-    def _run_ended(self, _: WorkflowRun) -> None:
-        asyncio.get_running_loop().call_soon(self._more_may_start)  # its task counts as running
 
     def _more_may_start(self) -> None:
         """Start groups now, and again as soon as one more only waits for stragglers."""

@@ -99,7 +99,9 @@ class Runner:
                 if self._stop_on_failure and run.failure != Failure.STALE:
                     raise RunFailed(f"A run on example `{run.example.id}` failed: {run.error}")
 
-    async def run_once(self, run: WorkflowRun, label: str, on_done: OnDone) -> None:
+    async def run_once(
+        self, run: WorkflowRun, label: str, on_done: OnDone = lambda _: None
+    ) -> None:
         """Run the workflow once, when one of `max_concurrency` slots is free."""
         async with self._slots:
             handle = self._llms.handle(f"{label}-{_url_part(run)}", self._llm)

@@ -15,13 +15,13 @@ import pydantic
 from kit import json_text
 from kit.files import append_lines, read_lines, replace_text, sync
 from kit.types import Json
-from trainer.harness.types import Failure, LostRun, Trajectory
+from trainer.harness.types import Failure, LostRun, Stored, Trajectory
 
 logger = logging.getLogger(__name__)
 FILE = "sampled_groups.jsonl"
 
 
-class SampledGroup(pydantic.BaseModel):
+class SampledGroup(Stored):
     """The scored runs of one example."""
 
     number: int

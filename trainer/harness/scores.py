@@ -8,6 +8,7 @@ from typing import Any
 from trainer.errors import BadScore
 from trainer.harness.types import WorkflowRun
 from trainer.harness.user_texts import error_text, text_of
+from trainer.harness.watchdog import users_code
 from trainer.rewards import LIMIT
 
 logger = logging.getLogger(__name__)
@@ -38,11 +39,12 @@ def parse_score(score: Any, name: str, run: WorkflowRun) -> Score:
     try:
         found = Score(0.0)
         reward = score
-        if isinstance(score, Mapping):
-            for key, value in score.items():
-                _add(found, name, text_of(key), value)
-            reward = score.get("reward")
-        number = _number(reward)
+        with users_code():
+            if isinstance(score, Mapping):
+                for key, value in score.items():
+                    _add(found, name, text_of(key), value)
+                reward = score.get("reward")
+            number = _number(reward)
     except BaseException as error:  # of the object's own code
         raise BadScore(f"{where} returned a score that raised {error_text(error)}") from error
     if number is None:

@@ -4,12 +4,15 @@ import asyncio
 from collections.abc import Callable
 
 from trainer.harness.off_policy_rules import straggling_from
-from trainer.harness.runner import OnDone, Runner, unique
+from trainer.harness.runner import Runner, unique
 from trainer.harness.types import Example, Failure, WorkflowRun
 
 
 class StartedGroup:
-    """Starts the runs when it is created. `scored` waits for them."""
+    """Starts the runs when it is created. `scored` waits for them.
+
+    `on_ended` is called when one of them has ended, in any way.
+    """
 
     def __init__(
         self,
@@ -17,7 +20,7 @@ class StartedGroup:
         example: Example,
         generations: int,
         label: str,
-        on_done: OnDone,
+        on_ended: Callable[[], None],
         *,
         step: int,
         clock: Callable[[], float],
@@ -30,11 +33,10 @@ class StartedGroup:
         """The age of the group when each of its runs ended."""
         self.runs = [WorkflowRun(example, generation) for generation in range(generations)]
         self._runner = runner
+        self._on_ended = on_ended
         self._over = asyncio.Event()
         label = unique(label)
-        self._tasks = [
-            asyncio.create_task(runner.run_once(run, label, on_done)) for run in self.runs
-        ]
+        self._tasks = [asyncio.create_task(runner.run_once(run, label)) for run in self.runs]
         for task in self._tasks:
             task.add_done_callback(self._one_ended)
 
@@ -91,3 +93,4 @@ class StartedGroup:
         self._ages.append(self._clock() - self._began)
         if all(task.done() for task in self._tasks):
             self._over.set()
+        self._on_ended()

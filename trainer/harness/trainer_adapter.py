@@ -15,7 +15,7 @@ import httpx
 
 from kit.types import Json
 from trainer.client import ArtBackend, means
-from trainer.errors import NotConnected, NotFound, NotReady, TrainerError
+from trainer.errors import Conflict, NotConnected, NotFound, NotReady, TrainerError
 from trainer.harness import episodes
 from trainer.harness.backend_config import ArtBackendConfig
 from trainer.harness.components import ArtTrainerAdapterConfig
@@ -139,7 +139,7 @@ class ARTTrainerAdapter:
         step = await self.current_step()
         self._warn_if_schedule_ended(step)
         if self.config.backend.delete_old_checkpoints:
-            await self._ready()._delete_checkpoint_files(self._model, [step])
+            await self._delete_old_checkpoints(step)
         ref = TrainingJobRef(
             run_id=trajectories.run_id, backend=BACKEND, metadata={"step": step + 1}
         )
@@ -154,6 +154,12 @@ class ARTTrainerAdapter:
             extra=EACH_EPOCH,
         )
         return ref
+
+    async def _delete_old_checkpoints(self, step: int) -> None:
+        try:
+            await self._ready()._delete_checkpoint_files(self._model, [step])
+        except Conflict as error:  # this very step trains: an earlier program has submitted it
+            logger.info("Old checkpoints are deleted before the next step: %s", error.message)
 
     def _warn_if_schedule_ended(self, step: int) -> None:
         training = self.config.training

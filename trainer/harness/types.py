@@ -114,7 +114,13 @@ class EpisodeItemRole(StrEnum):
     OTHER = "other"
 
 
-class EpisodeItem(pydantic.BaseModel):
+class Stored(pydantic.BaseModel):
+    """A model that is the same after a file: a NaN in it does not become null."""
+
+    model_config = pydantic.ConfigDict(ser_json_inf_nan="constants")
+
+
+class EpisodeItem(Stored):
     """One message. An assistant message with logprobs was sampled by the policy."""
 
     role: EpisodeItemRole
@@ -124,7 +130,7 @@ class EpisodeItem(pydantic.BaseModel):
     """`choice` or `message`: the original JSON of the item."""
 
 
-class Trajectory(pydantic.BaseModel):
+class Trajectory(Stored):
     """One attempt at one example."""
 
     episode: list[EpisodeItem]
@@ -144,7 +150,7 @@ class LostRun(pydantic.BaseModel):
     error: str = ""
 
 
-class TrajectoryCollection(pydantic.BaseModel):
+class TrajectoryCollection(Stored):
     """Trajectories of one epoch, grouped by example."""
 
     trajectories: list[list[Trajectory]]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from kit.errors import ConfigError, KitError
 from trainer.harness.components import CustomConfig
 from trainer.harness.user_texts import error_text
-from trainer.harness.watchdog import LoopBlocked
+from trainer.harness.watchdog import LoopBlocked, users_code
 
 T = TypeVar("T")
 GRACE = 5.0  # seconds in which cancelled code may clean up; it is left alone then
@@ -90,7 +90,8 @@ async def contain(work: Awaitable[T]) -> T:
     Code that a model wrote may exit, or raise what would end the event loop.
     """
     try:
-        return await work
+        with users_code():
+            return await work
     except Exception:
         raise
     except asyncio.CancelledError as caught:

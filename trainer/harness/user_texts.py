@@ -2,13 +2,16 @@
 
 from typing import Any
 
+from trainer.harness.watchdog import users_code
+
 LONGEST = 300  # characters of an error that are kept
 
 
 def text_of(value: Any) -> str:
     """`str(value)` as valid text, also if the object cannot be printed."""
     try:
-        text = str(value)
+        with users_code():
+            text = str(value)
     except BaseException as error:  # the object's own code
         return f"<a `{type(value).__name__}` that cannot be printed: {type(error).__name__}>"
     # A terminal and a file cannot take half of a surrogate pair, which a cut emoji leaves.

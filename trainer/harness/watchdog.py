@@ -1,13 +1,15 @@
-"""Interrupts async code that blocks the event loop, which nothing inside the loop could stop."""
+"""Interrupts the user's code if it blocks the event loop: nothing inside the loop could do it."""
 
 import asyncio
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FrameType
 
 BEAT = 1.0  # seconds between two signs of life of the event loop
+_interruptible = ContextVar("interruptible", default=False)
 
 
 class LoopBlocked(BaseException):
@@ -15,8 +17,22 @@ class LoopBlocked(BaseException):
 
 
 @contextmanager
+def users_code() -> Iterator[None]:
+    """Mark code that `watch` may interrupt, with the tasks that it starts.
+
+    The kit's own code would be left halfway: a slow disk must not lose a group.
+    """
+    before = _interruptible.get()
+    _interruptible.set(True)
+    try:
+        yield
+    finally:
+        _interruptible.set(before)
+
+
+@contextmanager
 def watch(limit: float) -> Iterator[None]:
-    """Raise `LoopBlocked` in a task that keeps the running loop from turning for `limit` seconds.
+    """Raise `LoopBlocked` in `users_code` that keeps the loop from turning for `limit` seconds.
 
     A timer of the operating system does it, so that it also works while a C function such as
     `time.sleep` or a regular expression holds the interpreter.
@@ -29,7 +45,8 @@ def watch(limit: float) -> Iterator[None]:
     timer: asyncio.Handle = loop.call_soon(lambda: None)
 
     def interrupt(_: int, __: FrameType | None) -> None:
-        if asyncio.current_task(loop) is not None:  # else the loop turns again
+        # Without a task the loop turns again.
+        if asyncio.current_task(loop) is not None and _interruptible.get():
             raise LoopBlocked(f"it blocked the event loop for longer than {limit:g} s")
 
     def beat() -> None:

@@ -28,6 +28,7 @@ from trainer.harness.progress import ConsoleLines
 from trainer.harness.runner import Runner, commonest_failure, record
 from trainer.harness.types import Example, Failure, WorkflowRun
 from trainer.harness.user_code import create_component, import_object
+from trainer.harness.watchdog import LoopBlocked, users_code, watch
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine")
 
@@ -313,3 +314,10 @@ def test_a_component_that_cannot_be_created_is_named(hostile: None, name: str) -
 def test_a_dataset_that_fails_is_named(hostile: None) -> None:
     with pytest.raises(ConfigError, match="`hostile:rows` failed: LookupError: no more"):
         load_examples(CustomConfig(_type="hostile:rows"))
+
+
+async def test_only_the_users_code_is_interrupted_when_it_blocks_the_event_loop() -> None:
+    with watch(0.05):
+        time.sleep(0.3)  # as a slow disk makes the kit's own code wait
+        with pytest.raises(LoopBlocked), users_code():
+            time.sleep(60)

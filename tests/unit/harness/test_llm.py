@@ -131,3 +131,9 @@ def test_a_gateway_url_identifies_run_llm_and_function() -> None:
     handle = models.handle("run-1/a b", "policy")
     assert handle.base_url == "http://h:8000/rollouts/run-1%2Fa%20b~policy~/v1"
     assert handle.named("plan").base_url.endswith("~policy~plan/v1")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_step_reward_must_be_finite(value: float) -> None:
+    with pytest.raises(ValueError, match="must be a finite number"):
+        llms("http://h:8000/v1").handle("r", "policy").reward(value)

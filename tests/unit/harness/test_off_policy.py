@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from trainer.harness.types import (
     Example,
     TrainingJobRef,
     TrainingJobStatus,
+    WorkflowRun,
 )
 
 
@@ -272,3 +274,43 @@ async def test_an_adapter_that_does_not_say_its_step_is_refused(tmp_path: Path) 
     made.trainer_adapter = adapter
     with pytest.raises(ConfigError, match="needs a trainer adapter with `current_step`"):
         await train(made)
+
+
+async def test_a_group_that_is_being_scored_is_waited_for_before_it_goes_stale(
+    tmp_path: Path,
+) -> None:
+    backend = Backend()
+    agent = Agent(backend)
+    made = setup(tmp_path, backend, agent)
+    slow, score, judged = first_examples(made)[0], made.runner.score, asyncio.Event()
+
+    async def judge(runs: Sequence[WorkflowRun]) -> None:
+        if runs[0].example.id == slow:
+            await judged.wait()
+        await score(runs)
+
+    made.runner.score = judge  # type: ignore[method-assign]
+    async with training(made) as task:
+        await until(lambda: len(backend.trained) == 1)
+        await settled(agent)
+        assert len(backend.trained) == 1
+        judged.set()
+        await asyncio.wait_for(task, PATIENCE)
+    assert slow in backend.examples(2)
+    assert [row["failures"] for row in metrics(tmp_path)] == [{}, {}, {}]
+
+
+async def test_the_run_that_ended_last_counts_when_stragglers_are_looked_for(
+    tmp_path: Path,
+) -> None:
+    backend = Backend()
+    agent = Agent(backend)
+    made = setup(tmp_path, backend, agent, groups_per_step=1)
+    builder: Any = made.trajectory_builder
+    for name in first_examples(made):
+        agent.held |= {(name, place): asyncio.Event() for place in range(2)}
+    async with training(made):
+        await until(lambda: len(agent.runs) == 4)
+        agent.held[first_examples(made)[0], 0].set()
+        await settled(agent)
+        assert builder._timer is not None, "half of the group's runs have ended"

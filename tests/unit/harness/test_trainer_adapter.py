@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from trainer.errors import NotFound, NotReady, TrainerError
+from trainer.errors import Conflict, NotFound, NotReady, TrainerError
 from trainer.harness.components import ArtTrainerAdapterConfig
 from trainer.harness.trainer_adapter import ARTTrainerAdapter
 from trainer.harness.types import (
@@ -125,3 +125,27 @@ async def test_a_finished_step_is_not_sent_again_if_only_its_answer_was_lost() -
     adapter._client = Interrupted()  # type: ignore[assignment]
     await adapter._train(3, [], [])
     assert sent == [1]
+
+
+async def test_a_step_that_an_earlier_program_submitted_is_joined_while_it_trains() -> None:
+    sent: list[str] = []
+
+    class Training:
+        async def _get_step(self, model: object) -> int:
+            return 3
+
+        async def _delete_checkpoint_files(self, model: object, steps: list[int]) -> None:
+            sent.append(f"keep {steps}")
+            raise Conflict("Model `m` is training")
+
+        async def _train_model(self, *_: object) -> AsyncIterator[dict[str, float]]:
+            sent.append("train")
+            yield {"num_gradient_steps": 1}
+
+    backend = {**BACKEND, "port": 7999, "delete_old_checkpoints": True}
+    config = {"_type": "openpipe_art_trainer_adapter", "backend": backend}
+    adapter = ARTTrainerAdapter(ArtTrainerAdapterConfig.model_validate(config))
+    adapter._client = Training()  # type: ignore[assignment]
+    ref = await adapter.submit(TrajectoryCollection(trajectories=[], run_id="r"))
+    done = await adapter.wait_until_complete(ref)
+    assert done.status == TrainingStatusEnum.COMPLETED and sent == ["keep [3]", "train"]
