@@ -125,9 +125,10 @@ def sync(path: Path) -> None:
         raise _cannot_write(path, exc) from exc
 
 
-def delete(checkpoints: Path, keep: Collection[int]) -> list[int]:
-    """Delete every checkpoint whose step is not in `keep`, and return the deleted steps."""
-    deleted = [step for step in _steps_on_disk(checkpoints) if step not in set(keep)]
+def delete(checkpoints: Path, keep: Collection[int], *, before: int) -> list[int]:
+    """Delete the checkpoints of steps `before` one that are not in `keep`, and return them."""
+    found = _steps_on_disk(checkpoints)
+    deleted = [step for step in found if step < before and step not in set(keep)]
     for step in deleted:
         # Rename it first, so that a crash in between leaves no damaged checkpoint.
         path = path_of(checkpoints, step)

@@ -20,7 +20,13 @@ def model(**internal: Any) -> ModelWire:
     )
 
 
-def step(config: Any = None, dev_config: Any = None, at: Any = None, **internal: Any) -> Any:
+def step(
+    config: Any = None,
+    dev_config: Any = None,
+    at: Any = None,
+    parent: int | None = None,
+    **internal: Any,
+) -> Any:
     request = TrainRequest(
         model=model(**internal),
         trajectory_groups=[],
@@ -30,7 +36,7 @@ def step(config: Any = None, dev_config: Any = None, at: Any = None, **internal:
     )
     steps = at or {0: "", 3: ""}
     run = Model("p", "m", Path("m"), LoraConfig(), step=max(steps), steps=steps)
-    return grpo_config(request, run)
+    return grpo_config(request, run, run.step if parent is None else parent)
 
 
 def test_the_settings_of_nats_guide_are_accepted() -> None:
@@ -92,6 +98,15 @@ def test_the_reference_may_lag_behind_the_policy_and_starts_at_the_base_model() 
         step(dev_config={"kl_penalty_step_lag": 2})
 
 
+def test_the_reference_lags_behind_the_step_that_is_trained_from_though_it_is_under_way() -> None:
+    config = {"kl_penalty_coef": 0.1, "kl_penalty_step_lag": 1}
+    assert step(dev_config=config, parent=6).kl_ref_adapter_path == "m/checkpoints/0005"
+    config["kl_penalty_step_lag"] = 3
+    assert step(dev_config=config, parent=6).kl_ref_adapter_path == "m/checkpoints/0003"
+    with pytest.raises(NotFound, match="refers to step `2`"):
+        step(dev_config=config, parent=5)
+
+
 def test_a_reference_by_its_path_is_a_checkpoint_of_this_server(tmp_path: Path) -> None:
     state, elsewhere = tmp_path / ".art", tmp_path / "elsewhere"
     kept = state / "p" / "models" / "other" / "checkpoints" / "0002"
@@ -103,7 +118,7 @@ def test_a_reference_by_its_path_is_a_checkpoint_of_this_server(tmp_path: Path) 
     def reference(path: Any) -> Any:
         config = {"kl_penalty_coef": 0.1, "kl_ref_adapter_path": path}
         wire = TrainRequest(model=model(), trajectory_groups=[], dev_config=config, digest="")
-        return grpo_config(wire, run).kl_ref_adapter_path
+        return grpo_config(wire, run, 0).kl_ref_adapter_path
 
     assert reference(str(kept)) == str(kept.resolve())
     for path in (

@@ -23,6 +23,11 @@ from trainer.server.routes import art
 from trainer.server.wire import ModelWire, TrainRequest
 from trainer.step_config import GrpoConfig
 
+
+def settings(_: int) -> GrpoConfig:
+    return GrpoConfig()
+
+
 CALLS = ("rename", "replace", "unlink", "mkdir", "rmdir", "fsync")
 
 
@@ -88,7 +93,7 @@ def body(number: int) -> TrainRequest:
 async def ask(steps: Steps, number: int) -> str:
     """The whole answer to a train request, as the route gives it, or the error."""
     try:
-        training = await steps.admission.admit(steps.model, body(number), GrpoConfig(), "b")
+        training = await steps.admission.admit(steps.model, body(number), settings, "b")
         response = await art.stream(training, verbose=False)
         answer = "".join([str(part) async for part in response.body_iterator])
         await training.sync.ended()
@@ -166,7 +171,7 @@ async def test_a_checkpoint_that_a_failed_step_left_is_not_the_next_requests(
 
 async def test_a_server_that_stops_in_mid_step_says_no_success(tmp_path: Path) -> None:
     steps = server(tmp_path)
-    training = await steps.admission.admit(steps.model, body(1), GrpoConfig(), "b")
+    training = await steps.admission.admit(steps.model, body(1), settings, "b")
     training.cancel()
     await training.cancelled()
     assert training.done and training.error is not None
@@ -190,7 +195,7 @@ async def test_no_step_is_trained_once_the_newest_checkpoint_is_gone_or_changed(
     else:
         (path / "manifest.json").write_text('{"files": 3}')
     with pytest.raises(Conflict, match="newest checkpoint of `m` was deleted or changed"):
-        await steps.admission.admit(steps.model, body(3), GrpoConfig(), "b")
+        await steps.admission.admit(steps.model, body(3), settings, "b")
     assert steps.model.step == 2 and not steps.model.path(3).exists()
     if fault == "deleted":
         (tmp_path / "elsewhere").rename(path)

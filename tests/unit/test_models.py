@@ -123,15 +123,16 @@ def test_a_name_in_two_projects_means_the_run_that_was_prepared_last(tmp_path: P
     models.base_model = "org/base"
     a, b = (ModelWire(name="same", project=name, base_model="org/base") for name in ("pa", "pb"))
     one, two = served(models, a), served(models, b)
-    one.steps, two.steps, two.step = {0: "", 4: ""}, {0: "", 7: ""}, 7
+    one.steps, one.step = {0: "", 4: ""}, 4
+    two.steps, two.step = {0: "", 7: ""}, 7
     assert models.find("same") == (two, 7)
-    assert models.find("pa/same") == (one, 0) and models.find("pa/same@4") == (one, 4)
+    assert models.find("pa/same") == (one, 4) and models.find("pa/same@4") == (one, 4)
     assert {"same", "same@7", "pa/same", "pa/same@4"} <= set(models.served_names())
     assert "same@4" not in models.served_names()
     with pytest.raises(NotFound, match="no model `same@4`"):
         models.find("same@4")  # those are the weights of another run
     served(models, a)
-    assert models.find("same") == (one, 0) and models.find("pb/same") == (two, 7)
+    assert models.find("same") == (one, 4) and models.find("pb/same") == (two, 7)
 
 
 def test_an_alias_of_the_run_prepared_last_goes_before_a_name_in_another_project(

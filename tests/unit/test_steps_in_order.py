@@ -13,9 +13,10 @@ from tests.unit.test_failed_writes import body, trained_on
 from tests.unit.test_training import SavingLearner, Steps
 from trainer import checkpoint
 from trainer.config import ServerConfig
-from trainer.errors import Conflict, NotReady, OutOfMemory, TrainerError
+from trainer.errors import Conflict, NotReady, OutOfMemory, TrainerError, UnknownModel
 from trainer.server.admission import MOST_UNDER_WAY, Admission
 from trainer.server.journal import Journal, JournaledRequest
+from trainer.server.models import Models
 from trainer.server.reports import Reports
 from trainer.server.training import Training
 from trainer.server.workers import Workers
@@ -58,6 +59,7 @@ class WaitingWorkers(Workers):
         self.waiting_learner = WaitingLearner(self.events)
         self.cannot_load: set[int] = set()
         self.loaded: list[int] = []
+        self.unloaded: list[int] = []
         self.checked: list[int] = []
 
     @property
@@ -70,6 +72,9 @@ class WaitingWorkers(Workers):
         if step in self.cannot_load:
             raise TrainerError("The engine has no room")
         self.loaded.append(step)
+
+    async def unload(self, model: Any, step: int) -> None:
+        self.unloaded.append(step)
 
     async def check(self, model: Any, step: int) -> dict[str, float]:
         await self.events[f"check {step}"].wait()
@@ -92,7 +97,7 @@ class Admitted(Steps):
         self.admission = Admission(self.waiting, self.ledger, Reports(config))
 
     async def admit(self, number: int) -> Training:
-        return await self.admission.admit(self.model, body(number), GrpoConfig(), "b")
+        return await self.admission.admit(self.model, body(number), lambda _: GrpoConfig(), "b")
 
     async def reached(self, name: str) -> None:
         async with asyncio.timeout(30):
@@ -273,7 +278,7 @@ def test_no_later_step_is_removed_for_one_whose_checkpoint_was_deleted(tmp_path:
     _journaled(steps, 1, 2, 3)
     steps.model.journal.synced(2)
     steps.model.journal.delivered(2)
-    checkpoint.delete(steps.model.checkpoints, [2, 3])
+    checkpoint.delete(steps.model.checkpoints, [2, 3], before=4)
     steps.model.read_steps()
     assert [request.step for request in steps.model.unfinished()] == [3]
     assert steps.model.step == 3 and [it.step for it in Journal(tmp_path).pending()] == [3]
@@ -290,4 +295,22 @@ async def test_answers_of_a_killed_server_do_not_take_the_model_back(steps: Admi
     await trainings[1].wait()
     assert steps.waiting.loaded == [2] and steps.waiting.learner.calls == []
     assert trainings[0].request.groups == []  # a client needs only its rows
+    await steps.admission.stop()
+
+
+async def test_a_step_that_is_not_served_cannot_be_sampled_and_leaves_nothing_in_the_engine(
+    steps: Admitted, tmp_path: Path
+) -> None:
+    models = Models(tmp_path)
+    models.serve_pulled(steps.model)
+    steps.waiting.cannot_load = {1}
+    first = await steps.admit(1)
+    steps.allow("train 1")
+    await steps.reached("loads 1")
+    with pytest.raises(UnknownModel):
+        models.find("m@1")
+    steps.allow("load 1")
+    with pytest.raises(TrainerError, match="no room"):
+        await first.wait()
+    assert steps.waiting.unloaded == [1]
     await steps.admission.stop()

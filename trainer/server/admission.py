@@ -4,7 +4,7 @@ import asyncio
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from trainer.errors import Conflict
 from trainer.server import captured
@@ -68,11 +68,16 @@ class Admission:
         await _end([it for known in list(self._trainings.values()) for it in known.values()])
 
     async def admit(
-        self, model: Model, request: TrainRequest, config: StepConfig, base_model: str
+        self,
+        model: Model,
+        request: TrainRequest,
+        config: Callable[[int], StepConfig],
+        base_model: str,
     ) -> Training:
         """Journal the request and start the step.
 
-        The same body sent again before its answer was delivered gets the same step.
+        `config` returns its settings, given the step that it is trained from. The same body sent
+        again before its answer was delivered gets the same step.
         """
         async with self._admitting[model.key]:
             trainings = self.steps(model)
@@ -95,13 +100,14 @@ class Admission:
                 if training.sync.failed:
                     await training.sync.ended()  # raises while the disk still refuses
             newest = under_way[-1] if under_way else None
+            parent = newest.request.step if newest else model.step
             journaled = JournaledRequest(
-                step=(newest.request.step if newest else model.step) + 1,
+                step=parent + 1,
                 digest=request.digest,
                 base_model=base_model,
                 model=request.model.model_dump(mode="json", by_alias=True),
                 groups=request.trajectory_groups,
-                config=config.model_dump(mode="json"),
+                config=config(parent).model_dump(mode="json"),
             )
             await asyncio.to_thread(self._write, model, journaled)
             if newest and newest.failed:  # while the request was written

@@ -6,6 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator
+from functools import partial
 
 from kit.errors import KitError
 from kit.state_dir import DATABASES
@@ -224,13 +225,13 @@ class Backend:
                 f"Model `{model.name}` is not prepared for training",
                 hint="Call `model.register(backend)`, which prepares it, and wait for it",
             )
-        config = step_config(request, model)
         if not any(map(_has_something, request.trajectory_groups)):
             raise BadRequest(
                 "The request holds no trajectories, and a step that trains on nothing would look "
                 "like progress",
                 hint="Send at least one group, or leave the step out if every run failed",
             )
+        config = partial(step_config, request, model)
         return await self.admission.admit(model, request, config, self.models.base_model or "")
 
     async def log(self, wire: ModelWire, groups: list[Json], split: str) -> None:

@@ -11,6 +11,7 @@ import logging
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.engine import Engine, SampleRequest
 from trainer.learner.process import LearnerProcess
+from trainer.server.gate import Gate
 from trainer.server.model import Model
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ async def check(
     model: Model,
     step: int,
     bound: float,
+    gate: Gate,
 ) -> dict[str, float]:
     """Return the mean absolute difference of their logprobs at a step of the model."""
     lora = model.lora_name(step)
@@ -35,9 +37,11 @@ async def check(
     request = SampleRequest(prompt, lora=lora, max_tokens=TOKENS, temperature=0)
     tokens: list[int] = []
     sampled: list[float] = []
-    async for delta in engine.sample(request):
-        tokens += delta.token_ids
-        sampled += delta.logprobs
+    # Not longer: while the learner trains, its score waits for it, and so would all requests.
+    async with gate.sampling():
+        async for delta in engine.sample(request):
+            tokens += delta.token_ids
+            sampled += delta.logprobs
     scored = await learner.score(model.checkpoints, step, model.lora, prompt, tokens)
     difference = sum(abs(a - b) for a, b in zip(sampled, scored, strict=True)) / len(tokens)
     if not difference <= bound:

@@ -69,11 +69,12 @@ class CompileCache:
 
     def save(self) -> None:
         """Put what was compiled into the bucket, if there is anything new."""
-        size = self._size()
-        if self._archive is None or size == self._saved:
+        if self._archive is None:
             return
         temporary = self._archive.with_name(f"{self._archive.name}.{os.getpid()}")
         try:
+            if (size := self._size()) == self._saved:
+                return
             self._archive.parent.mkdir(parents=True, exist_ok=True)
             for left in self._archive.parent.glob(f"{self._archive.name}.*"):  # by a killed server
                 left.unlink()

@@ -55,6 +55,14 @@ class Model:
         return list(dict.fromkeys(filter(None, (self.name, self.alias))))
 
     @property
+    def served_steps(self) -> list[int]:
+        return sorted(filter(self.serves, self.steps))
+
+    def serves(self, step: int) -> bool:
+        """Whether a step may be sampled. A newer one may have a checkpoint, and fail yet."""
+        return step in self.steps and step <= self.step
+
+    @property
     def checkpoints(self) -> Path:
         return self.directory / CHECKPOINTS
 

@@ -182,7 +182,7 @@ class Models:
             own = [name for name in model.names if self._own(name, latest[name]) is model]
             # Another run answers to its name: only the project tells them apart.
             for name in own or [model.key]:
-                names += [name, *(f"{name}@{step}" for step in sorted(model.steps))]
+                names += [name, *(f"{name}@{step}" for step in model.served_steps)]
         return list(dict.fromkeys(names))
 
     def find(self, name: str) -> tuple[Model | None, int]:
@@ -195,7 +195,7 @@ class Models:
             model = self._named(match["name"], match["artifact"] or match["project"])
             if model and match["step"] is None:
                 return model, model.step
-            if model and int(match["step"]) in model.steps:
+            if model and model.serves(int(match["step"])):
                 return model, int(match["step"])
         served = [f"`{one}`" for one in self.served_names()]
         more = [f"and {len(served) - SHOWN} more"] if len(served) > SHOWN else []

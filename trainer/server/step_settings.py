@@ -52,15 +52,15 @@ def max_seq_length(model: ModelWire) -> int | None:
     return min(requested, default=None)
 
 
-def step_config(request: TrainRequest, model: Model) -> StepConfig:
-    """The settings of one step, of either kind."""
+def step_config(request: TrainRequest, model: Model, parent: int) -> StepConfig:
+    """The settings of one step of either kind, which is trained from the step `parent`."""
     if request.config.get("kind") != "sft":
-        return grpo_config(request, model)
+        return grpo_config(request, model, parent)
     requested = {"max_seq_length": max_seq_length(request.model), **request.config}
     return checked(SftConfig, without_nulls(requested), "the training config")
 
 
-def grpo_config(request: TrainRequest, model: Model) -> GrpoConfig:
+def grpo_config(request: TrainRequest, model: Model, parent: int) -> GrpoConfig:
     """Merge the settings of one step from the three places where clients put them.
 
     NAT always sends its own defaults in `config` and the user's settings only in the model's
@@ -71,11 +71,11 @@ def grpo_config(request: TrainRequest, model: Model) -> GrpoConfig:
         requested |= our_names(without_nulls(source))
     if (path := requested.get("kl_ref_adapter_path")) is not None:
         requested["kl_ref_adapter_path"] = _own_checkpoint(path, model)
-    requested |= _kl_reference(requested, model)
+    requested |= _kl_reference(requested, model, parent)
     return checked(GrpoConfig, without_nulls(requested), "the training config")
 
 
-def _kl_reference(requested: Json, model: Model) -> Json:
+def _kl_reference(requested: Json, model: Model, parent: int) -> Json:
     """Take the names of the KL penalty's reference out of `requested`, and return its path."""
     names = ("kl_penalty_reference_step", "kl_penalty_step_lag")
     found = without_nulls({name: requested.pop(name, None) for name in names})
@@ -89,10 +89,10 @@ def _kl_reference(requested: Json, model: Model) -> Json:
         raise BadRequest(f"`{name}` is `{value}`", hint="Use a whole number of steps")
     if not requested.get("kl_penalty_coef"):
         raise BadRequest(f"`{name}` needs `kl_penalty_coef`", hint="Set it, or remove the other")
-    step = max(0, model.step - value) if name == "kl_penalty_step_lag" else value
+    step = max(0, parent - value) if name == "kl_penalty_step_lag" else value
     if step == 0 and step not in model.steps:
         return {}  # a run starts at its base model, which is the reference without a path
-    return {"kl_ref_adapter_path": str(_reference(model, name, step))}
+    return {"kl_ref_adapter_path": str(_reference(model, name, step, parent))}
 
 
 def our_names(values: Json) -> Json:
@@ -136,9 +136,9 @@ def an_object(value: Any, name: str) -> Json:
     return value or {}
 
 
-def _reference(model: Model, name: str, step: int) -> Path:
-    """The checkpoint of the step that the KL penalty compares with."""
-    if step not in model.steps:
+def _reference(model: Model, name: str, step: int, parent: int) -> Path:
+    """The checkpoint of the step that the KL penalty compares with; it may be under way."""
+    if step not in model.steps and not model.step < step <= parent:
         raise NotFound(
             f"`{name}` refers to step `{step}`, and `{model.name}` has no such checkpoint",
             hint=f"Available steps: {', '.join(map(str, sorted(model.steps))) or 'none'}",

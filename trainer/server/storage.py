@@ -15,6 +15,7 @@ from trainer.processes.worker import environment_without_keys
 from trainer.server.admission import Admission
 from trainer.server.model import Model
 from trainer.server.models import Models
+from trainer.server.training import Training
 from trainer.server.wire import ForkRequest, S3Request
 from trainer.server.workers import Workers
 
@@ -35,17 +36,18 @@ class Storage:
         """Delete all checkpoints except `steps`, leased ones, and the newest."""
         await self._wait_until_idle(model)
         _forget_ended(model.leases)
-        kept = {*steps, *(step for step, _ in model.leases.values()), model.step}
+        kept = {*steps, *(step for step, _ in model.leases.values())}
+        newest = model.step  # a step that begins meanwhile may have written another one
         # First, so that nobody leases a step that is being deleted.
-        self._forget(model, model.steps.keys() - kept)
-        return await asyncio.to_thread(checkpoint.delete, model.checkpoints, kept)
+        self._forget(model, [step for step in model.steps if step < newest and step not in kept])
+        return await asyncio.to_thread(checkpoint.delete, model.checkpoints, kept, before=newest)
 
     def lease(self, model: Model, step: int, id: str) -> None:
         """Keep the checkpoint of `step` until the lease `id` ends or is released."""
-        if step not in model.steps:
+        if not model.serves(step):
             raise NotFound(
                 f"`{model.name}` has no checkpoint of step `{step}`",
-                hint=f"Available steps: {', '.join(map(str, sorted(model.steps))) or 'none'}",
+                hint=f"Available steps: {', '.join(map(str, model.served_steps)) or 'none'}",
             )
         _forget_ended(model.leases)
         model.leases[id] = step, time.monotonic() + LEASE_SECONDS
@@ -146,15 +148,17 @@ class Storage:
 
     async def _wait_until_idle(self, model: Model) -> None:
         """Refuse while the model trains, and wait until its checkpoints are synced."""
-        trainings = self._admission.steps(model)
-        if not all(training.done for training in trainings):
-            raise Conflict(
-                f"Model `{model.name}` is training", hint="Wait for the step to end, then try again"
-            )
-        for training in trainings:
-            await (
-                training.sync.ended()
-            )  # until then a power cut would need the checkpoint before it
+        synced: set[Training] = set()
+        while trainings := set(self._admission.steps(model)) - synced:  # one may begin meanwhile
+            if not all(training.done for training in trainings):
+                raise Conflict(
+                    f"Model `{model.name}` is training",
+                    hint="Wait for the step to end, then try again",
+                )
+            for training in trainings:
+                # Until then a power cut would need the checkpoint before it.
+                await training.sync.ended()
+            synced |= trainings
 
     async def _adopt(self, model: Model) -> None:
         """Serve the newest checkpoint on disk, after others were put there."""

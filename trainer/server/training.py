@@ -14,7 +14,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 
 from kit.types import Json
 from trainer import faults
@@ -193,7 +193,11 @@ class Training:
         self._attempt(self._reports.step_failed, self.model, error)
         if self._next:
             await self._next.finished()  # a restart must not find it without this one
-        # Otherwise the next request would take this checkpoint for its own.
+        # Otherwise the next request would take this checkpoint for its own, and the engine the
+        # weights that it has under this name.
+        if self.request.step > self.model.step:
+            with suppress(TrainerError):
+                await self._workers.unload(self.model, self.request.step)
         self._attempt(self.model.discard, self.request.step)
         self._attempt(self.model.journal.forget, self.request.step)
         self._previous = None
@@ -287,12 +291,10 @@ class Training:
         self.model.add_step(step)
 
     async def _check(self) -> None:
-        """Compare engine and learner. It samples, so a step that takes turns waits for it."""
-        step = self.request.step
+        """Compare engine and learner."""
         try:
-            async with self._workers.gate.sampling():
-                found = await self._workers.check(self.model, step)
+            found = await self._workers.check(self.model, self.request.step)
         except Exception as error:  # the step is served all the same
-            logger.warning("step %s was not checked: %s", step, error)
-            return
-        self._reports.step_checked(self.model, step, found)
+            logger.warning("step %s was not checked: %s", self.request.step, error)
+        else:
+            self._reports.step_checked(self.model, self.request.step, found)

@@ -51,6 +51,8 @@ class Workers:
         self._config = config
         self._wrap_engine = wrap_engine
         self._started: _Started | None = None
+        self._engine_args: Json = {}
+        """Settings of clients that the engine has."""
         self._mps: Mps | None = None
         self._compiled: CompileCache | None = None
         self._keeping: asyncio.Task[None] | None = None
@@ -83,9 +85,10 @@ class Workers:
     async def start(self, base_model: str, engine_args: Json) -> None:
         """Start engine and learner at once; later, only pass `engine_args` on to the engine."""
         if self._started:
-            if engine_args:
+            if {**self._engine_args, **engine_args} != self._engine_args:
                 async with self.gate.closed():  # the engine may have to restart
                     await self._started.engine.configure(engine_args)
+                    self._engine_args |= engine_args
             return
         directory = await asyncio.to_thread(resolve, base_model)
         tokenizer = await asyncio.to_thread(_read_tokenizer, directory)  # before it costs a start
@@ -134,6 +137,7 @@ class Workers:
             await self._stop(engine, learner)
             raise
         self._started = _Started(engine, learner, tokenizer)
+        self._engine_args = dict(engine_args)
         self._keep_code()
         logger.info("serving `%s` with the %s engine", base_model, engine.name)
 
@@ -203,7 +207,9 @@ class Workers:
     async def check(self, model: Model, step: int) -> dict[str, float]:
         """Compare engine and learner at a step: their difference and its bound."""
         bound = canary.BOUNDS[self._config.quantization]
-        found = await canary.check(self.engine, self.learner, self.tokenizer, model, step, bound)
+        found = await canary.check(
+            self.engine, self.learner, self.tokenizer, model, step, bound, self.gate
+        )
         self._keep_code()  # the first requests and the first step may have compiled more
         return found
 
