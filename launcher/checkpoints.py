@@ -30,7 +30,8 @@ from launcher.task import Task
 
 logger = logging.getLogger(__name__)
 _HARNESS_METRICS, _HARNESS_PLOT = "training_metrics.jsonl", "reward_plot.png"
-_METRICS = (HISTORY_GLOB, f"*/{_HARNESS_METRICS}", f"*/{_HARNESS_PLOT}", EVALS_GLOB)
+_COMPARED = (HISTORY_GLOB, f"*/{_HARNESS_METRICS}", EVALS_GLOB)
+_METRICS = (*_COMPARED, f"*/{_HARNESS_PLOT}")
 _SERVED = ".art-cluster/served"
 TOUCH_INTERVAL = 60.0
 """Seconds between two writes of the `PULLED` file during a long pull."""
@@ -62,7 +63,7 @@ def pull(provider: Provider, cluster: str, to: Path, progress: Progress) -> list
         tempfile.TemporaryDirectory() as directory,
     ):
         manifests = Path(directory)
-        patterns = [f"{CHECKPOINT_GLOB}/{MANIFEST}", PULLED, *_METRICS[:2]]
+        patterns = [f"{CHECKPOINT_GLOB}/{MANIFEST}", PULLED, *_COMPARED]
         provider.fetch(
             cluster, CLUSTER_STATE_DIR, manifests, patterns, checksum=False, progress=_no_progress
         )
@@ -189,7 +190,7 @@ def _set_aside(path: Path) -> None:
 
 def _keep_other_metrics(remote: Path, to: Path) -> None:
     """Set metrics in `to` aside that do not begin those of the same name in `remote`."""
-    for theirs in metrics(remote):
+    for theirs in [*metrics(remote), *remote.glob(EVALS_GLOB)]:
         ours = to / theirs.relative_to(remote)
         # A run appends lines. The last one here may have been cut off while it was written.
         lines = ours.read_bytes().rpartition(b"\n")[0] if ours.is_file() else b""
@@ -198,6 +199,8 @@ def _keep_other_metrics(remote: Path, to: Path) -> None:
         if ours.name == _HARNESS_METRICS:
             if (plot := ours.with_name(_HARNESS_PLOT)).is_file():
                 _set_aside(plot)
+            _set_aside(ours)
+        elif theirs.match(EVALS_GLOB):
             _set_aside(ours)
         else:
             _set_aside(ours.parent)

@@ -107,14 +107,18 @@ def record_sent(record: Path, workdir: Path, files: Sequence[str]) -> None:
 
 
 def removed_since(record: Path, workdir: Path, files: Iterable[str]) -> list[str]:
-    """Files that `record` lists as sent from `workdir` and that are not among `files`."""
+    """Files that `record` lists as sent from `workdir` and that are not there any more.
+
+    One that is there and not among `files` is ignored now: it is neither sent nor deleted.
+    """
     try:
         sent = json.loads(record.read_text())
     except (OSError, ValueError):
         return []
     if sent["workdir"] != str(workdir.resolve()):
         return []  # sent from another directory, so nothing is known about this one
-    return sorted(set(sent["files"]) - set(files))
+    gone = set(sent["files"]) - set(files)
+    return sorted(name for name in gone if not os.path.lexists(workdir / name))
 
 
 def copy_if_new(source: Path, target: Path) -> bool:

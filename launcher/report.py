@@ -20,8 +20,8 @@ def write_reports(pulled: Iterable[PulledCheckpoint], to: Path) -> list[Path]:
     for project, model in dict.fromkeys((one.project, one.model) for one in pulled):
         path = model_path(to, project, model) / REPORT
         # A process of its own: the launcher never imports the trainer, and whatever goes wrong
-        # there must not end `down`.
-        command = [sys.executable, "-m", "trainer", "report", f"{project}/{model}"]
+        # there must not end `down`. `-P`: the user's own `trainer.py` is not ours.
+        command = [sys.executable, "-P", "-m", "trainer", "report", f"{project}/{model}"]
         command += ["--state-dir", str(to), "-o", str(path)]
         try:
             done = subprocess.run(

@@ -27,7 +27,7 @@ from launcher.files import (
     select,
 )
 from launcher.local.runs import follow_file, make_run, read_run, start_time, stop_run
-from launcher.local.tasks import check_task, mount
+from launcher.local.tasks import check_ports, check_task, mount
 from launcher.provider import (
     RUN,
     SETUP_FAILED,
@@ -70,16 +70,12 @@ class LocalProvider:
                 hint=f"Remove `{arguments[0]}`, or remove `--local`",
             )
         check_task(task)
-        if task.max_cost is not None:
-            raise LauncherError(
-                "A local cluster does not support `--max-cost`, because it costs nothing",
-                hint="Use `--max-hours`, or remove `--local`",
-            )
         if any(not run.status.over for run in self._runs_or_none(name)):
             raise ProviderError(
                 f"The local cluster `{name}` is already up",
                 hint=f"Use it as it is, or end it with `launcher down --local -c {name}`",
             )
+        check_ports(task)
         home = self.root / name / "home"
         home.mkdir(parents=True, exist_ok=True)
         workdir = Path(task.config.get("workdir") or ".")
@@ -250,7 +246,7 @@ class LocalProvider:
             [
                 *("bash", "-c"),
                 f'{{ {chain}; echo $? >"$0/exit.new"; mv "$0/exit.new" "$0/exit"; }} '
-                '>"$0/log" 2>&1 & echo $!',
+                '>"$0/log" 2>&1 & echo $! | tee "$0/pid"',
                 str(directory),
             ],
             cwd=home / WORKDIR,

@@ -57,16 +57,29 @@ def _exit_code(directory: Path) -> int:
 def _pid(directory: Path) -> int | None:
     """The process id of a run that is alive. The start time shows whether the id was reused."""
     try:
-        pid, _, started = (directory / "pid").read_text().partition(" ")
-    except OSError:
+        pid, _, started = (directory / "pid").read_text().strip().partition(" ")
+        now = start_time(int(pid))
+    except (OSError, ValueError):
         return None
-    return int(pid) if started and start_time(int(pid)) == started else None
+    # The run itself writes the id; a launcher that was killed has not added the time.
+    return int(pid) if now and started in ("", now) else None
 
 
 def start_time(pid: int) -> str:
-    """The start time of process `pid`, or an empty string if there is no such process."""
+    """The start time of process `pid`, or an empty string if there is no such process.
+
+    Neither a change of the clock nor another time zone or language changes it.
+    """
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            return ""
+        return f"{boot}/{fields[19]}"  # in clock ticks since the boot
     command = ["ps", "-o", "lstart=", "-p", str(pid)]
-    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    plain = {**os.environ, "TZ": "UTC", "LC_ALL": "C"}
+    return subprocess.run(command, capture_output=True, text=True, env=plain).stdout.strip()
 
 
 def stop_run(directory: Path, patience: float = 15.0) -> None:

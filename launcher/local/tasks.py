@@ -1,14 +1,21 @@
 """Check that a local cluster can run a task, and copy its file mounts into the sandbox."""
 
+import contextlib
+import socket
 from pathlib import Path
 
-from launcher.errors import TaskError
+from launcher.errors import LauncherError, ProviderError, TaskError
 from launcher.files import copy_if_new
 from launcher.task import Task, requests_resource
 
 
 def check_task(task: Task) -> None:
     """Raise if a task needs something that a local cluster does not have."""
+    if task.max_cost is not None:
+        raise LauncherError(
+            "A local cluster does not support `--max-cost`, because it costs nothing",
+            hint="Use `--max-hours`, or remove `--local`",
+        )
     config = task.config
     unsupported = [f"`{key}`" for key in ("volumes", "config") if config.get(key)]
     if isinstance(config.get("workdir"), dict):
@@ -25,6 +32,17 @@ def check_task(task: Task) -> None:
             f"`{task.path}` needs {unsupported[0]}, which a local cluster does not support",
             hint="Use the task `art-cpu`, unset `ART_BUCKET`, or remove `--local`",
         )
+
+
+def check_ports(task: Task) -> None:
+    """Raise if another program listens on the server's ports, and would pass for the server."""
+    for port in task.ports:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            raise ProviderError(
+                f"Another program listens on port {port}, where the server would",
+                hint="End it (a server, or `launcher tunnel`), or set `ART_PORT` and "
+                "`ART_OPENAI_PORT`",
+            )
 
 
 def mount(source: Path, home: Path, target: str) -> None:

@@ -148,6 +148,12 @@ def parse(launch: Any, arguments: list[str]) -> Any:
             "`--async` would return before `launcher up` could start the server",
             hint="Leave it out; if you interrupt `launcher up`, the next one continues",
         )
+    for name in ("workdir", "git_url", "git_ref"):
+        if context.params.get(name):
+            raise LauncherError(
+                f"`--{name.replace('_', '-')}` would replace the directory that was checked",
+                hint="Set `workdir` in a copy of the task, or run the command in that directory",
+            )
     return context
 
 

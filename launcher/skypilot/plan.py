@@ -60,8 +60,8 @@ class LaunchPlan:
         config = {key: value for key, value in self.task.config.items() if key not in ours}
         if self.resources is not None:
             return config | self.server_config(self.resources)
-        if self.route is Route.SETUP_FIRST:
-            return config | {"setup": self.setup}
+        if self.route is Route.SETUP_FIRST and self.setup:
+            return config | {"setup": scripts.setup_first(self.setup)}
         return config
 
     def server_config(self, resources: Mapping[str, Any]) -> dict[str, Any]:

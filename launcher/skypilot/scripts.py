@@ -28,12 +28,22 @@ grep -qxF "$line" "$rc" 2>/dev/null || printf '%s\\n' "$line" >>"$rc"
 # Where SkyPilot writes the script of each job, with its secrets, for every user to read.
 _HIDE_JOBS = "chmod -f 700 ~/.sky/sky_app\n"
 _ENTER = f"[ ! -d ~/{WORKDIR} ] || cd ~/{WORKDIR}\n"
-# A subshell, so that the setup cannot change the server's shell. It is not the left side of `||`,
-# which would turn off its `set -e`. The variables are those that SkyPilot gives to a setup.
+# The hours of the lease in seconds, and 0 for no limit.
+_LIMIT = """limit=$(awk -v hours="${ART_MAX_HOURS:-0}" 'BEGIN { printf "%d", hours * 3600 }')\n"""
+# A setup that hangs must not keep the cluster up: SkyPilot ends none with a running job. Functions
+# of this shell, such as `conda`, are exported, because the setup gets a shell of its own.
+_GUARDED_SETUP = """\
+export -f $(compgen -A function)
+timeout --kill-after=30 $limit bash -c %s
+code=$?
+[ $code != 124 ] || echo "The setup took longer than the lease of $ART_MAX_HOURS hours"
+"""
+# A subshell, so that the variables, which SkyPilot gives to a setup, stay there.
 _SETUP = """(
 export SKYPILOT_SETUP_NODE_IPS="$SKYPILOT_NODE_IPS" SKYPILOT_SETUP_NODE_RANK="$SKYPILOT_NODE_RANK"
 export SKYPILOT_SETUP_NUM_GPUS_PER_NODE="$SKYPILOT_NUM_GPUS_PER_NODE"
 %s
+exit $code
 )
 code=$?
 [ $code = 0 ] || { echo "%s with code $code"; exit $code; }
@@ -41,7 +51,7 @@ code=$?
 # Records on the cluster when the lease ends, for other runs and for `launcher cost`.
 _START_LEASE = f"""\
 mkdir -p ~/.art-cluster
-left=$(awk -v hours="${{ART_MAX_HOURS:-0}}" 'BEGIN {{ printf "%%d", hours * 3600 }}')
+left=$limit
 if [ $left = 0 ]; then
   rm -f ~/{LEASE_ENDS}
 else
@@ -77,12 +87,21 @@ def server(run: str, setup: str | None, *, hours_include_setup: bool) -> str:
 
     With `hours_include_setup` the time of the setup counts towards the lease.
     """
-    parts = [_HIDE_JOBS, _ACTIVATE, _ENTER]
+    parts = [_HIDE_JOBS, _ACTIVATE, _ENTER, _LIMIT]
     if setup:
-        parts += [_SETUP % (setup, SETUP_FAILED), _ENTER]
+        parts += [_SETUP % (_guarded(setup), SETUP_FAILED), _ENTER]
     parts.append(_START_LEASE % (_SUBTRACT_SETUP if hours_include_setup else ""))
     parts += [_SERVE % (OVERTIME_S, shlex.quote(run)), _WAIT_FOR_PULL]
     return "".join(parts)
+
+
+def setup_first(setup: str) -> str:
+    """The setup of every machine, before the server's job; it ends with the hours of the lease."""
+    return f"{_LIMIT}{_guarded(setup)}exit $code\n"
+
+
+def _guarded(setup: str) -> str:
+    return _GUARDED_SETUP % shlex.quote(setup)
 
 
 def run(command: str) -> str:

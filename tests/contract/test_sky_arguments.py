@@ -35,3 +35,11 @@ def test_an_asynchronous_launch_is_refused_before_it_costs_anything() -> None:
         split_arguments(["sky/art.yaml", "--async"])
     assert error.value.hint
     assert split_arguments(["--no-async"]) == ([], ["--no-async"])
+
+
+@pytest.mark.parametrize("option", ["--workdir", "--git-url", "--git-ref"])
+def test_a_directory_that_nobody_has_checked_is_refused(option: str) -> None:
+    from launcher.skypilot.door import split_arguments
+
+    with pytest.raises(LauncherError, match=f"`{option}` would replace the directory"):
+        split_arguments(["sky/art.yaml", option, "x"])

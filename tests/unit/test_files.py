@@ -60,6 +60,8 @@ def test_only_files_sent_from_the_same_directory_count_as_removed(tmp_path: Path
     record_sent(record, tmp_path, ["a", "b"])
     assert removed_since(record, tmp_path, ["a"]) == ["b"]
     assert removed_since(record, tmp_path / "other", ["a"]) == []
+    (tmp_path / "b").write_text("ignored from now on")
+    assert removed_since(record, tmp_path, ["a"]) == []
 
 
 def test_a_file_of_the_same_size_and_time_is_not_copied_again(tmp_path: Path) -> None:

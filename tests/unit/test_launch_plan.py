@@ -80,7 +80,9 @@ def test_several_machines_are_all_set_up_before_the_server_starts(
 ) -> None:
     made = plan(num_nodes=2, name="mine", cluster_status=cluster_status)
     assert made.route is Route.SETUP_FIRST
-    assert made.launch_config() == {"resources": CPUS, "setup": "echo set up"}
+    config = made.launch_config()
+    assert config.keys() == {"resources", "setup"} and config["resources"] == CPUS
+    assert "timeout --kill-after=30 $limit bash -c 'echo set up'" in config["setup"]
     assert (made.name_option, made.run_name) == (SETUP, "mine")
     server = made.server_config({})
     assert (server["name"], server["num_nodes"]) == ("mine", 2)

@@ -285,6 +285,18 @@ def test_metrics_of_an_earlier_run_are_kept_and_those_of_the_same_run_grow(
     assert len(caplog.records) == 3 and "belongs to an earlier run" in caplog.text
 
 
+def test_evaluations_of_this_machine_are_kept(tmp_path: Path) -> None:
+    provider = LocalProvider(tmp_path / "clusters")
+    state = tmp_path / "clusters" / "art" / "home" / "sky_workdir" / ".art"
+    here, evals = tmp_path / "here", Path("demo/models/m/evals")
+    for directory, text in ((state, "theirs\n"), (here, "ours\n")):
+        (directory / evals).mkdir(parents=True)
+        (directory / evals / "val.jsonl").write_text(text)
+    Cluster("art", provider=provider).pull(here)
+    assert (here / evals / "val.jsonl").read_text() == "theirs\n"
+    assert (here / evals / "val.1.jsonl").read_text() == "ours\n"
+
+
 def test_a_pull_brings_the_attempts_home_that_the_page_shows(tmp_path: Path) -> None:
     state = (
         tmp_path / "clusters" / "art" / "home" / "sky_workdir" / ".art" / "demo" / "models" / "m"

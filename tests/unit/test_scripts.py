@@ -51,6 +51,17 @@ def test_a_setup_that_fails_is_reported_and_nothing_is_served(home: Path, setup:
     assert (done.returncode, done.stdout) == (1, "The setup failed with code 1\n")
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_a_setup_that_hangs_ends_with_the_lease(home: Path, first: bool) -> None:
+    if first:
+        script = scripts.setup_first("sleep 600")
+    else:
+        script = scripts.server("echo served", "sleep 600", hours_include_setup=False)
+    done = bash(script, home, ART_MAX_HOURS=str(1 / 3600))
+    assert done.returncode == 124 and "served" not in done.stdout
+    assert "The setup took longer than the lease of" in done.stdout
+
+
 def test_a_task_without_workdir_and_setup_serves_at_home(home: Path) -> None:
     (home / "sky_workdir").rmdir()
     done = bash(scripts.server("pwd", None, hours_include_setup=False), home)

@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -103,7 +103,7 @@ class VllmProcess:
             raise WorkerDied("vLLM was stopped before it started")
         with open_log(self.log) as log:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "trainer.processes.process_group", *self._program),
+                *(sys.executable, "-P", "-m", "trainer.processes.process_group", *self._program),
                 *arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
@@ -177,10 +177,10 @@ class VllmProcess:
         try:
             async with self._client.stream("POST", path, json=body) as response:
                 await self._check(response)
-                async for line in response.aiter_lines():
-                    if not line.startswith("data: {"):
+                async for line in _lines(response.aiter_bytes()):
+                    if not line.startswith(b"data: {"):
                         continue
-                    event = json.loads(line[len("data: ") :])
+                    event = json.loads(line[len(b"data: ") :])
                     if error := event.get("error"):
                         await self._fail(str(error.get("message", error)))
                     yield event
@@ -257,3 +257,12 @@ class VllmProcess:
                 return file.read().decode(errors="replace").splitlines()
         except OSError:
             return []
+
+
+async def _lines(parts: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+    """Yield lines that end with a newline. Text may have other line ends inside, such as U+2028."""
+    left = b""
+    async for part in parts:
+        *lines, left = (left + part).split(b"\n")
+        for line in lines:
+            yield line

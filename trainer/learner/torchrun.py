@@ -96,7 +96,7 @@ def launch(processes: int, nodes: int, number: int, master: str, arguments: list
     )
     logging.disable(logging.ERROR)  # the last line of the log is shown as the worker's error
     try:
-        elastic_launch(config, sys.executable)("-m", "trainer.learner.worker", *arguments)
+        elastic_launch(config, sys.executable)("-P", "-m", "trainer.learner.worker", *arguments)
     except ChildFailedError as error:
         for rank, failure in error.failures.items():
             if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:  # the agent sends it

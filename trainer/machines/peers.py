@@ -35,7 +35,7 @@ class Peers:
         self, base_model: str, devices: str | None, *, number: int, nodes: int, master: str
     ) -> None:
         """Join as machine `number` of `nodes`. Repeating the same call has no effect."""
-        start = [sys.executable, "-m", MODULE]
+        start = [sys.executable, "-P", "-m", MODULE]
         command = [*start, *arguments(base_model, nodes=nodes, number=number, master=master)]
         environment = gpu_environment(devices)
         if (command, environment) == (self._command, self._environment):

@@ -50,7 +50,7 @@ class Mps:
         self._directory = Path(tempfile.mkdtemp(prefix="art-mps-"))
         with open_log(self._log) as log:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "trainer.processes.process_group", program, "-f"),
+                *(sys.executable, "-P", "-m", "trainer.processes.process_group", program, "-f"),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

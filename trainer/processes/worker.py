@@ -52,7 +52,7 @@ class Worker:
         self.log = log
         self._environment = environment or {}
         self._log_start = 0
-        self._command = [sys.executable, "-m", module, *arguments]
+        self._command = [sys.executable, "-P", "-m", module, *arguments]
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._rpc = RpcClient(self._write, self._died)

@@ -33,13 +33,12 @@ from trainer.server.messages.errors import AnthropicErrors
 from trainer.server.pulled import refuse_training
 from trainer.server.routes import art, completions, messages, openai, preview, responses, rollouts
 from trainer.server.routes.page import Page
-from trainer.server.stopping import end_within
+from trainer.server.stopping import STOP_SECONDS, end_within
 from trainer.server.workers import WrapEngine
 
 logger = logging.getLogger(__name__)
 KEEP_ALIVE = 120  # seconds
 GRACE_SECONDS = 5  # for requests in flight
-STOP_SECONDS = 10.0  # for everything
 LOOPBACK_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 
@@ -173,10 +172,13 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # Also when the lease is over: a worker that cannot be stopped must not cost more.
+        timer = end_within(STOP_SECONDS, self._backend)
         self._backend.health.stopping = True
         self.config.app.state.events.stop()  # type: ignore[union-attr]
         await super().shutdown(sockets)
         await self._backend.stop()
+        timer.cancel()
 
 
 def uvicorn_config(app: ASGIApp) -> uvicorn.Config:

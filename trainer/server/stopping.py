@@ -7,6 +7,7 @@ import threading
 from trainer.server.backend import Backend
 
 logger = logging.getLogger(__name__)
+STOP_SECONDS = 10.0  # for everything
 
 
 def end_within(seconds: float, backend: Backend, *, code: int = 0) -> threading.Timer:
