@@ -103,8 +103,11 @@ def parse_shape(config: Mapping[str, Any], name: str) -> ModelShape:
     return shape
 
 
-def read_shape(name: str) -> ModelShape:
-    """The shape of the model `name`: a built-in name, a directory or a hub id."""
+def read_shape(name: str, token: str | None = None) -> ModelShape:
+    """The shape of the model `name`: a built-in name, a directory or a hub id.
+
+    `token` is for a gated model on the hub; by default it is that of the environment.
+    """
     if name in BUILT_IN:
         return parse_shape(BUILT_IN[name], name)
     if Path(name).expanduser().is_dir():
@@ -115,7 +118,7 @@ def read_shape(name: str) -> ModelShape:
             hint="Use a directory with a `config.json`, or a hub id such as `Qwen/Qwen2.5-7B`",
         )
     cached = sorted(_cache().glob(f"models--{name.replace('/', '--')}/snapshots/*/config.json"))
-    return parse_shape(_read(cached[-1]) if cached else _from_hub(name), name)
+    return parse_shape(_read(cached[-1]) if cached else _from_hub(name, token), name)
 
 
 def _cache() -> Path:
@@ -134,9 +137,9 @@ def _read(path: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _from_hub(name: str) -> dict[str, Any]:
+def _from_hub(name: str, token: str | None) -> dict[str, Any]:
     hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    token = os.environ.get("HF_TOKEN")
+    token = token or os.environ.get("HF_TOKEN")
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     url = f"{hub}/{name}/resolve/main/config.json"
     try:

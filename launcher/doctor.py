@@ -19,7 +19,7 @@ from kit.settings import ENV_FILE, read_env_file, variables
 from launcher.cluster import Cluster
 from launcher.endpoints import is_healthy
 from launcher.errors import LauncherError, NoCapacity
-from launcher.provider import Check, Price, Provider
+from launcher.provider import Check, Price
 from launcher.settings import OPTIONAL_SECRETS, Settings
 
 _OLDEST_RSYNC = (3, 1)  # the first with `--delete-missing-args` and `--info`
@@ -54,16 +54,18 @@ class Offer:
         return f"{self.fit.card.name}:{self.fit.count}"
 
 
-def offers(provider: Provider, model: str) -> tuple[list[Offer], str]:
+def offers(cluster: Cluster, model: str) -> tuple[list[Offer], str]:
     """The cards that hold `model`, each with the least number; the cheapest first.
 
     Cards without a price come last, the smallest of them first. The second value says why there
     are no prices at all.
     """
-    shape, prices, unknown = read_shape(model), dict[tuple[str, int], Price](), ""
+    token = cluster.settings.hf_token
+    shape = read_shape(model, token.get_secret_value() if token else None)
+    prices, unknown = dict[tuple[str, int], Price](), ""
     held = fits(shape, list(CARDS.values()))
     try:
-        prices = dict(provider.prices()) if held else {}
+        prices = dict(cluster.provider.prices()) if held else {}
     except KitError as error:
         unknown = error.message
     found = [
@@ -72,9 +74,9 @@ def offers(provider: Provider, model: str) -> tuple[list[Offer], str]:
     return sorted(found, key=_rank), unknown
 
 
-def cheapest(provider: Provider, model: str) -> tuple[Offer, str]:
+def cheapest(cluster: Cluster, model: str) -> tuple[Offer, str]:
     """The first of `offers`, and why there are no prices."""
-    found, unknown = offers(provider, model)
+    found, unknown = offers(cluster, model)
     if not found:
         raise NoCapacity(
             f"No listed card holds `{model}`, not even eight of the largest",

@@ -23,7 +23,7 @@ def options_for(
         raise click.UsageError("`--for` rents GPUs: remove `--local`, or set BASE_MODEL in `.env`")
     if any(argument.startswith(("--gpus", "--instance-type")) for argument in arguments):
         raise click.UsageError("`--for` chooses the GPUs: remove `--for`, or the GPUs you name")
-    offer, unknown = cheapest(target.cluster.provider, model)
+    offer, unknown = cheapest(target.cluster, model)
     one = offer.fit
     if unknown:
         note(f"Prices are unknown, so the smallest cards are chosen: {unknown}")
@@ -44,7 +44,7 @@ def show_cards(target: Target, model: str, as_json: bool) -> None:
     """List the cards that hold `model`, the cheapest first, and exit with 1 if there is none."""
     from launcher.doctor import offers
 
-    found, unknown = offers(target.cluster.provider, model)
+    found, unknown = offers(target.cluster, model)
     if as_json:
         data([_row(offer) for offer in found])
     for offer in [] if as_json else found:

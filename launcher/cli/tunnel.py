@@ -1,6 +1,7 @@
 """The commands of `launcher` that bring a cluster's server to this machine."""
 
 import contextlib
+import signal
 import sys
 import webbrowser
 from collections.abc import Callable, Iterator
@@ -124,6 +125,7 @@ def _opened(
     """Open the tunnel and give the server's addresses; then wait until Ctrl-C."""
     from launcher.endpoints import page_link, wait_until_healthy, wait_while_healthy
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C: ssh ends with us
     cluster = target.cluster
     ports = cluster.ports
     with cluster.tunnel(port or ports[0], openai_port or ports[1]) as endpoints:

@@ -42,4 +42,4 @@ def test_a_directory_that_nobody_has_checked_is_refused(option: str) -> None:
     from launcher.skypilot.door import split_arguments
 
     with pytest.raises(LauncherError, match=f"`{option}` would replace the directory"):
-        split_arguments(["sky/art.yaml", option, "x"])
+        split_arguments(["sky/art.yaml", option, "."])

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from click.testing import Result
 
@@ -104,6 +105,21 @@ def test_a_directory_and_the_hub_cache_are_read_without_the_hub(
     assert read_shape("a/b").layers == 32
     with pytest.raises(ConfigError, match="`a/c` is not on this machine, and the hub cannot be"):
         read_shape("a/c")
+
+
+def test_the_config_of_a_gated_model_is_read_with_the_given_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+
+    def get(url: str, *, headers: Any, **_: Any) -> httpx.Response:
+        sent.append(headers)
+        return httpx.Response(200, json=config("Llama-3.1-8B"))
+
+    monkeypatch.setattr(httpx, "get", get)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert read_shape("a/gated", "hf_x").layers == 32
+    assert sent == [{"Authorization": "Bearer hf_x"}]
 
 
 @pytest.mark.parametrize(
