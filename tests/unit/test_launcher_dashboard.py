@@ -98,5 +98,5 @@ def test_a_dashboard_that_does_not_answer_is_an_error(
     assert result.exit_code == 1
     assert result.stderr == (
         "error: Ray's dashboard on cluster `art` does not answer\n\n"
-        "hint: Read the server's log with `launcher logs server -c art`\n"
+        "hint: Read its log with `launcher logs server -c art`\n"
     )
