@@ -99,6 +99,14 @@ def test_the_settings_reach_the_chat() -> None:
 
 
 @pytest.mark.parametrize(
+    ("stop", "expected"), [("B", ["A", "B"]), (["B", "C"], ["A", "B", "C"]), (None, ["A"])]
+)
+def test_stop_strings_may_come_under_the_name_of_a_chat_too(stop: Any, expected: Any) -> None:
+    assert chat(stop_sequences=["A"], stop=stop).stop == expected
+    assert chat(stop="B").stop == ["B"]
+
+
+@pytest.mark.parametrize(
     "neutral",
     [
         *({"thinking": {"type": "adaptive"}}, {"metadata": {"user_id": "me"}}, {"tools": []}),

@@ -99,12 +99,20 @@ class MessagesRequest(CountRequest):
 
     max_tokens: int = Field(ge=1)
     stop_sequences: list[str] | None = None
+    stop: str | list[str] | None = None
+    """The name of a chat for the same; both may be sent."""
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     thread: Json | None = None
     """Whether to keep the conversation under the answer's id, or which one to continue."""
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts that end the answer."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [*(self.stop_sequences or ()), *stop]
 
     def continued(self, threads: ResponseStore) -> "MessagesRequest":
         """The request with the messages, system prompt and tools of the thread it continues."""
@@ -144,7 +152,7 @@ class MessagesRequest(CountRequest):
     def as_chat(self) -> ChatRequest:
         return self.chat(
             max_tokens=self.max_tokens,
-            stop=self.stop_sequences or None,
+            stop=self.stops or None,
             stream=self.stream,
             temperature=self.temperature,
             top_p=self.top_p,
