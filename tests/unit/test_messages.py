@@ -12,7 +12,7 @@ from trainer.errors import BadRequest, Unsupported, WorkerDied
 from trainer.server.guard import Guard
 from trainer.server.messages.answer import MessageAnswer, events
 from trainer.server.messages.errors import AnthropicErrors
-from trainer.server.messages.request import MessagesRequest
+from trainer.server.messages.request import CountRequest, MessagesRequest
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 TOOL = {"name": "add", "description": "Adds", "input_schema": {"type": "object"}}
@@ -62,6 +62,18 @@ def test_blocks_become_messages_calls_and_results() -> None:
         {"role": "tool", "tool_call_id": "c2", "content": "Error: no"},
         {"role": "user", "content": "Go on"},
     ]
+
+
+def test_a_system_message_may_stand_among_the_others() -> None:
+    user = {"role": "user", "content": "hi"}
+    later = {"role": "system", "content": [text("Be kind"), text("Be brief")]}
+    made = {"role": "system", "content": "Be kind\nBe brief"}
+    assert chat(messages=[user, later]).messages == [user, made]
+    count = CountRequest.model_validate({"model": "m", "messages": [later, user]})
+    assert count.chat().messages == [made, user]
+    # Many chat templates accept a single system message only.
+    joined = {"role": "system", "content": "Be fair\n\nBe kind\nBe brief"}
+    assert chat(system="Be fair", messages=[later, user]).messages == [joined, user]
 
 
 @pytest.mark.parametrize(
@@ -127,6 +139,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ({"container": "c"}, "`container`"),
         ({"nonsense": 1}, "`nonsense`"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "`image`"),
+        ({"messages": [{"role": "system", "content": [IMAGE]}]}, "`image`"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "`web_search_2025"),
         ({"messages": [{"role": "assistant", "content": "I"}]}, "last message"),
     ],

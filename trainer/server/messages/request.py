@@ -11,6 +11,7 @@ from kit.types import Json
 from trainer.errors import BadRequest, NotFound, UnknownThread, Unsupported
 from trainer.server.chat.request import ChatRequest
 from trainer.server.chat.translate import chat_request, check_extra
+from trainer.server.responses.items import with_instructions
 from trainer.server.responses.store import ResponseStore
 
 # Default values that clients send unprompted. Any other value is refused by its key.
@@ -25,7 +26,7 @@ _TOOL_NEUTRAL: Json = {"defer_loading": False, "allowed_callers": ["direct"]}
 class Turn(pydantic.BaseModel):
     """One message of a conversation."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Json]
 
     @property
@@ -80,18 +81,22 @@ class CountRequest(pydantic.BaseModel):
 
     def _messages(self) -> list[Json]:
         messages: list[Json] = []
-        if self.system:
-            messages.append({"role": "system", "content": _text(self.system, "system")})
         turns = _combined(self.messages)
         for number, (role, blocks) in enumerate(turns):
             place = f"messages[{number}].content"
-            messages += _said(blocks, place) if role == "assistant" else _asked(blocks, place)
+            match role:
+                case "assistant":
+                    messages += _said(blocks, place)
+                case "system":
+                    messages.append({"role": "system", "content": _text(blocks, place)})
+                case _:
+                    messages += _asked(blocks, place)
         if turns[-1][0] == "assistant":
             raise Unsupported(
                 "Continuing the last message of the assistant is not supported",
                 hint="End with a user message",
             )
-        return messages
+        return with_instructions(_text(self.system or "", "system"), messages)
 
 
 class MessagesRequest(CountRequest):
