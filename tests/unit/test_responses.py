@@ -184,6 +184,24 @@ def test_the_deltas_of_a_stream_add_up_to_its_last_event() -> None:
     assert done == response["output"]
 
 
+@pytest.mark.parametrize("content", ["I", ""])
+def test_tokens_before_the_first_text_keep_their_logprobs(content: str) -> None:
+    streamed, whole = (
+        ResponseAnswer(request(include=["message.output_text.logprobs"])) for _ in range(2)
+    )
+    chunks = [chunk(content=None), chunk(content=content), chunk("stop", content=None)]
+    sent = [event for each in chunks for event in streamed.add(each)]
+    sent += streamed.end()
+    together = chunk("stop", content=content)
+    together["choices"][0]["logprobs"]["content"] *= 3
+    list(whole.add(together))
+    list(whole.end())
+    (part,) = streamed.output[0]["content"]
+    assert part == whole.output[0]["content"][0] and len(part["logprobs"]) == 3
+    deltas = [event for event in sent if event["type"] == "response.output_text.delta"]
+    assert [len(delta["logprobs"]) for delta in deltas] == ([2] if content else [])
+
+
 def test_an_answer_that_is_cut_off_is_incomplete() -> None:
     answer = ResponseAnswer(request())
     call = {"index": 0, "id": "c1", "function": {"name": "add", "arguments": "{}"}}
