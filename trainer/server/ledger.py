@@ -108,7 +108,7 @@ _COLUMNS = ", ".join(("choice_id", *Row._fields[1:]))
 
 
 class Ledger:
-    """Stores entries and finds them again. Only the server's event loop writes."""
+    """Stores entries and finds them again. Only the server's event loop records."""
 
     def __init__(
         self, path: Path, *, max_bytes: int = MAX_BYTES, health: Health | None = None
