@@ -123,6 +123,7 @@ def test_stop_strings_may_come_under_the_name_of_a_chat_too(stop: Any, expected:
     [
         *({"thinking": {"type": "adaptive"}}, {"metadata": {"user_id": "me"}}, {"tools": []}),
         *({"service_tier": "auto"}, {"cache_control": {"type": "ephemeral"}}, {"mcp_servers": []}),
+        {"output_config": {"effort": None, "task_budget": None}},
     ],
 )
 def test_a_setting_that_changes_nothing_is_taken(neutral: Any) -> None:
@@ -138,6 +139,7 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "`thinking`"),
         ({"container": "c"}, "`container`"),
         ({"nonsense": 1}, "`nonsense`"),
+        ({"output_config": {"task_budget": 5}}, "`output_config.task_budget`"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "`image`"),
         ({"messages": [{"role": "system", "content": [IMAGE]}]}, "`image`"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "`web_search_2025"),

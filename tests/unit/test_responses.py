@@ -117,6 +117,8 @@ def test_the_settings_reach_the_chat() -> None:
         *({"user": "me"}, {"service_tier": "auto"}, {"conversation": None}, {"tools": []}),
         *({"include": ["reasoning.encrypted_content"]}, {"text": {"verbosity": "low"}}),
         {"tool_choice": "auto", "parallel_tool_calls": True},
+        {"reasoning": {"summary": "auto", "generate_summary": "concise", "effort": None}},
+        {"reasoning": {"mode": "standard", "context": "auto", "nonsense": None}},
     ],
 )
 def test_a_setting_that_changes_nothing_is_taken(neutral: Any) -> None:
@@ -136,6 +138,10 @@ def test_a_setting_that_changes_nothing_is_taken(neutral: Any) -> None:
         ({"tools": [{"type": "custom", "name": "x"}]}, "`custom`"),
         ({"tool_choice": {"type": "mcp"}}, "`mcp`"),
         ({"text": {"format": {"type": "grammar"}}}, "`grammar`"),
+        ({"text": {"nonsense": 1}}, "`text.nonsense`"),
+        ({"reasoning": {"nonsense": 1}}, "`reasoning.nonsense`"),
+        ({"reasoning": {"mode": "pro"}}, "`reasoning.mode`"),
+        ({"reasoning": {"context": "all_turns"}}, "`reasoning.context`"),
     ],
 )
 def test_an_unsupported_setting_is_refused_by_name(fields: Any, name: str) -> None:

@@ -10,7 +10,7 @@ from pydantic import Field
 from kit.types import Json
 from trainer.errors import BadRequest, NotFound, UnknownThread, Unsupported
 from trainer.server.chat.request import ChatRequest
-from trainer.server.chat.translate import chat_request, check_extra
+from trainer.server.chat.translate import chat_request, check_extra, check_keys
 from trainer.server.responses.items import with_instructions
 from trainer.server.responses.store import ResponseStore
 
@@ -54,6 +54,7 @@ class CountRequest(pydantic.BaseModel):
         passed = check_extra(self.model_extra, _NEUTRAL, _NO_EFFECT)
         tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or ())] or None
         output = self.output_config or {}
+        check_keys("output_config", output, {"effort", "format"}, {})
         return chat_request(
             **passed,
             **settings,
