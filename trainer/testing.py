@@ -97,7 +97,7 @@ class ScriptedEngine:
 
     def _reply(self, text: str, index: int, request: SampleRequest) -> list[Delta]:
         ids = [*self._tokenizer.encode(text), min(self._tokenizer.eos_ids)]
-        kept = ids[: request.max_tokens]
+        kept = ids[: request.most_tokens]
         size = PIECE if request.stream else len(kept)
         # The logprob of each token under a uniform policy.
         logprob = -math.log(self._tokenizer.vocab_size)

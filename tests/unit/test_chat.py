@@ -65,6 +65,7 @@ NEUTRAL = [
     {"ignore_eos": False},
     {"stream_options": {"include_usage": True}},
     {"nvext": {"extra_fields": ["engine_data"]}},
+    {"prompt_cache_options": {"mode": "explicit", "ttl": "30m"}},
 ]
 
 

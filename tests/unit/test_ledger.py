@@ -60,15 +60,29 @@ def test_the_tools_of_a_prompt_are_kept_once_and_only_while_an_entry_needs_them(
     rows = [ledger.with_id(one.id) for one in entries]
     assert [ledger.variables(row) for row in rows if row] == [template] * 2
 
-    def kept() -> int:
-        with sqlite3.connect(path) as db:
-            return int(db.execute("SELECT count(*) FROM templates").fetchone()[0])
-
-    assert kept() == 1
+    assert templates(path) == 1
+    ledger.record(entry([1], [2], [-0.5], step=9, template=template), "")
     ledger.forget("p/m", before=9)
+    assert templates(path) == 1
+    ledger.forget("p/m", before=10)
+    assert templates(path) == 0
     ledger.close()
+    with sqlite3.connect(path) as db:
+        db.execute("INSERT INTO templates VALUES (x'00', '{}')")  # as a kill may leave it
+    db.close()
     Ledger(path).close()
-    assert kept() == 0
+    assert templates(path) == 0
+
+
+def test_the_tools_of_entries_that_age_deletes_are_deleted_with_them(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    ledger = Ledger(path)
+    for number in range(99):
+        ledger.record(entry([1], [2], [-0.5], model="", template={"number": number}), "")
+    set_age(path, KEPT_SECONDS + 60, "id <= 90")
+    ledger.record(entry([1], [2], [-0.5], model="", template={"number": 0}), "")
+    assert templates(path) == 10  # the newest entry shares its tools with the oldest
+    ledger.close()
 
 
 def test_a_ledger_of_an_older_server_is_read_and_extended_in_place(tmp_path: Path) -> None:
@@ -93,6 +107,13 @@ def test_a_ledger_of_an_older_server_is_read_and_extended_in_place(tmp_path: Pat
         again = ledger.with_id(added.id)
         assert again and entry_of(again) == added
         ledger.close()
+
+
+def templates(path: Path) -> int:
+    with sqlite3.connect(path) as db:
+        (count,) = db.execute("SELECT count(*) FROM templates").fetchone()
+    db.close()
+    return int(count)
 
 
 def set_age(path: Path, seconds: float, where: str = "1") -> None:

@@ -12,7 +12,7 @@ from trainer.errors import BadRequest, Unsupported, WorkerDied
 from trainer.server.guard import Guard
 from trainer.server.messages.answer import MessageAnswer, events
 from trainer.server.messages.errors import AnthropicErrors
-from trainer.server.messages.request import MessagesRequest
+from trainer.server.messages.request import CountRequest, MessagesRequest
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
 TOOL = {"name": "add", "description": "Adds", "input_schema": {"type": "object"}}
@@ -64,6 +64,18 @@ def test_blocks_become_messages_calls_and_results() -> None:
     ]
 
 
+def test_a_system_message_may_stand_among_the_others() -> None:
+    user = {"role": "user", "content": "hi"}
+    later = {"role": "system", "content": [text("Be kind"), text("Be brief")]}
+    made = {"role": "system", "content": "Be kind\nBe brief"}
+    assert chat(messages=[user, later]).messages == [user, made]
+    count = CountRequest.model_validate({"model": "m", "messages": [later, user]})
+    assert count.chat().messages == [made, user]
+    # Many chat templates accept a single system message only.
+    joined = {"role": "system", "content": "Be fair\n\nBe kind\nBe brief"}
+    assert chat(system="Be fair", messages=[later, user]).messages == [joined, user]
+
+
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
@@ -99,10 +111,19 @@ def test_the_settings_reach_the_chat() -> None:
 
 
 @pytest.mark.parametrize(
+    ("stop", "expected"), [("B", ["A", "B"]), (["B", "C"], ["A", "B", "C"]), (None, ["A"])]
+)
+def test_stop_strings_may_come_under_the_name_of_a_chat_too(stop: Any, expected: Any) -> None:
+    assert chat(stop_sequences=["A"], stop=stop).stop == expected
+    assert chat(stop="B").stop == ["B"]
+
+
+@pytest.mark.parametrize(
     "neutral",
     [
         *({"thinking": {"type": "adaptive"}}, {"metadata": {"user_id": "me"}}, {"tools": []}),
         *({"service_tier": "auto"}, {"cache_control": {"type": "ephemeral"}}, {"mcp_servers": []}),
+        {"output_config": {"effort": None, "task_budget": None}},
     ],
 )
 def test_a_setting_that_changes_nothing_is_taken(neutral: Any) -> None:
@@ -118,7 +139,9 @@ IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "`thinking`"),
         ({"container": "c"}, "`container`"),
         ({"nonsense": 1}, "`nonsense`"),
+        ({"output_config": {"task_budget": 5}}, "`output_config.task_budget`"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "`image`"),
+        ({"messages": [{"role": "system", "content": [IMAGE]}]}, "`image`"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "`web_search_2025"),
         ({"messages": [{"role": "assistant", "content": "I"}]}, "last message"),
     ],

@@ -117,6 +117,8 @@ def test_the_settings_reach_the_chat() -> None:
         *({"user": "me"}, {"service_tier": "auto"}, {"conversation": None}, {"tools": []}),
         *({"include": ["reasoning.encrypted_content"]}, {"text": {"verbosity": "low"}}),
         {"tool_choice": "auto", "parallel_tool_calls": True},
+        {"reasoning": {"summary": "auto", "generate_summary": "concise", "effort": None}},
+        {"reasoning": {"mode": "standard", "context": "auto", "nonsense": None}},
     ],
 )
 def test_a_setting_that_changes_nothing_is_taken(neutral: Any) -> None:
@@ -136,6 +138,10 @@ def test_a_setting_that_changes_nothing_is_taken(neutral: Any) -> None:
         ({"tools": [{"type": "custom", "name": "x"}]}, "`custom`"),
         ({"tool_choice": {"type": "mcp"}}, "`mcp`"),
         ({"text": {"format": {"type": "grammar"}}}, "`grammar`"),
+        ({"text": {"nonsense": 1}}, "`text.nonsense`"),
+        ({"reasoning": {"nonsense": 1}}, "`reasoning.nonsense`"),
+        ({"reasoning": {"mode": "pro"}}, "`reasoning.mode`"),
+        ({"reasoning": {"context": "all_turns"}}, "`reasoning.context`"),
     ],
 )
 def test_an_unsupported_setting_is_refused_by_name(fields: Any, name: str) -> None:
@@ -182,6 +188,24 @@ def test_the_deltas_of_a_stream_add_up_to_its_last_event() -> None:
     assert len(message["content"][0]["logprobs"]) == 4
     done = [event["item"] for event in sent if event["type"] == "response.output_item.done"]
     assert done == response["output"]
+
+
+@pytest.mark.parametrize("content", ["I", ""])
+def test_tokens_before_the_first_text_keep_their_logprobs(content: str) -> None:
+    streamed, whole = (
+        ResponseAnswer(request(include=["message.output_text.logprobs"])) for _ in range(2)
+    )
+    chunks = [chunk(content=None), chunk(content=content), chunk("stop", content=None)]
+    sent = [event for each in chunks for event in streamed.add(each)]
+    sent += streamed.end()
+    together = chunk("stop", content=content)
+    together["choices"][0]["logprobs"]["content"] *= 3
+    list(whole.add(together))
+    list(whole.end())
+    (part,) = streamed.output[0]["content"]
+    assert part == whole.output[0]["content"][0] and len(part["logprobs"]) == 3
+    deltas = [event for event in sent if event["type"] == "response.output_text.delta"]
+    assert [len(delta["logprobs"]) for delta in deltas] == ([2] if content else [])
 
 
 def test_an_answer_that_is_cut_off_is_incomplete() -> None:

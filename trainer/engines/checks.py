@@ -22,7 +22,7 @@ def token_limit(request: SampleRequest, *, context: int, vocabulary: int) -> int
             f"{len(prompt)} prompt tokens and `max_tokens` {wanted} do not fit: "
             f"this model's maximum context length is {context} tokens"
         )
-    limit = room if request.max_tokens is None else request.max_tokens
+    limit = room if request.most_tokens is None else min(room, request.most_tokens)
     if limit < (0 if request.prompt_logprobs else 1):
         raise BadRequest("`max_tokens` must be at least 1")
     _check_settings(request, limit, vocabulary)

@@ -38,6 +38,8 @@ class SampleRequest:
     n: int = 1
     max_tokens: int | None = None
     """None means as many as fit the context; 0 is allowed together with `prompt_logprobs`."""
+    max_length: int | None = None
+    """Limit of prompt and completion together if `max_tokens` is None; may exceed the context."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -62,6 +64,13 @@ class SampleRequest:
     seed: int | None = None
     stream: bool = False
     """Yield a delta for each token; otherwise one per choice, when it finishes."""
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The request's own limit of a choice's tokens; None means as many as fit the context."""
+        if self.max_tokens is None and self.max_length is not None:
+            return self.max_length - len(self.prompt_ids)
+        return self.max_tokens
 
     @classmethod
     def from_json(cls, params: Json) -> "SampleRequest":

@@ -62,8 +62,8 @@ CREATE INDEX IF NOT EXISTS by_content ON completions (content);
 CREATE UNIQUE INDEX IF NOT EXISTS by_choice_id ON completions (choice_id);
 CREATE INDEX IF NOT EXISTS by_model ON completions (model, step);
 CREATE INDEX IF NOT EXISTS by_template ON completions (template);
-DELETE FROM templates WHERE NOT EXISTS (SELECT 1 FROM completions WHERE template = digest);
 """
+_UNUSED = "NOT EXISTS (SELECT 1 FROM completions WHERE template = digest)"
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ _COLUMNS = ", ".join(("choice_id", *Row._fields[1:]))
 
 
 class Ledger:
-    """Stores entries and finds them again. Only the server's event loop writes."""
+    """Stores entries and finds them again. Only the server's event loop records."""
 
     def __init__(
         self, path: Path, *, max_bytes: int = MAX_BYTES, health: Health | None = None
@@ -127,6 +127,7 @@ class Ledger:
         # A constraint may leave only tokens that the policy rules out. Answers hold this number
         # too, because JSON has no infinity, and the learner refuses one.
         logprobs = np.maximum(np.array(entry.logprobs, dtype=np.float64), IMPOSSIBLE)
+        variables = json.dumps(entry.template)
         row = Row(
             id=entry.id,
             constrained=int(entry.constrained),
@@ -136,15 +137,17 @@ class Ledger:
             rollout=entry.rollout,
             fingerprint=fingerprint(names, logprobs.tolist()),
             content=text_digest(content),
-            template=self._template(entry.template),
+            template=_digest(variables.encode()),
             prompt_ids=array("i", entry.prompt_ids).tobytes(),
             completion_ids=array("i", entry.completion_ids).tobytes(),
             logprobs=logprobs.tobytes(),
         )
-        marks = ", ".join("?" * (len(row) + 1))
+        values = (*row, time.time())
         self._db.execute(
-            f"INSERT INTO completions ({_COLUMNS}, created) VALUES ({marks})", (*row, time.time())
+            f"INSERT INTO completions ({_COLUMNS}, created) VALUES ({_marks(values)})", values
         )
+        # After its entry: `forget` runs in another thread and deletes templates without entries.
+        self._db.execute("INSERT OR IGNORE INTO templates VALUES (?, ?)", (row.template, variables))
         self._since_pruned += 1
         if self._since_pruned >= _PRUNE_EVERY:
             self._prune()
@@ -186,8 +189,14 @@ class Ledger:
 
     def _delete(self, condition: str, *values: object) -> int:
         """Delete a few of the entries that meet a condition, and return how many."""
-        found = f"SELECT id FROM completions WHERE {condition} LIMIT {_PRUNED_AT_ONCE}"
-        return self._db.execute(f"DELETE FROM completions WHERE id IN ({found})", values).rowcount
+        query = f"SELECT id, template FROM completions WHERE {condition} LIMIT {_PRUNED_AT_ONCE}"
+        found = self._db.execute(query, values)
+        ids, templates = [row[0] for row in found], list({row[1] for row in found})
+        self._db.execute(f"DELETE FROM completions WHERE id IN ({_marks(ids)})", ids)
+        self._db.execute(
+            f"DELETE FROM templates WHERE digest IN ({_marks(templates)}) AND {_UNUSED}", templates
+        )
+        return len(found)
 
     def _used_bytes(self) -> int:
         pages, free, size = (
@@ -195,12 +204,6 @@ class Ledger:
             for name in ("page_count", "freelist_count", "page_size")
         )
         return (pages - free) * size
-
-    def _template(self, variables: Json) -> bytes:
-        text = json.dumps(variables)
-        digest = _digest(text.encode())
-        self._db.execute("INSERT OR IGNORE INTO templates VALUES (?, ?)", (digest, text))
-        return digest
 
     def _rows(self, column: str, value: object) -> list[Row]:
         query = f"SELECT {_COLUMNS} FROM completions WHERE {column} = ? ORDER BY id"
@@ -214,6 +217,7 @@ def _set_up(db: sqlite3.Connection) -> None:
         if name not in present:
             db.execute(f"ALTER TABLE completions ADD COLUMN {name} {kind}")
     db.executescript(_INDEXES)
+    db.execute(f"DELETE FROM templates WHERE {_UNUSED}")  # a kill may have left some
     db.execute(f"SELECT {_COLUMNS}, created FROM completions LIMIT 0")  # not another's file
 
 
@@ -244,6 +248,10 @@ def fingerprint(names: str, logprobs: Sequence[float]) -> bytes:
 
 def text_digest(text: str) -> bytes:
     return _digest(text.encode(errors="surrogatepass"))
+
+
+def _marks(values: Sequence[object]) -> str:
+    return ", ".join("?" * len(values))
 
 
 def _digest(data: bytes) -> bytes:

@@ -105,18 +105,18 @@ class Model:
 
     def fit(self, request: SampleRequest, step: int) -> SampleRequest:
         """The request for the engine: with this step's LoRA, within the model's length limit."""
-        limit = request.max_tokens
         if self.max_seq_length is not None:
             room = self.max_seq_length - len(request.prompt_ids)
-            needed = 1 if limit is None else limit
+            needed = 1 if request.max_tokens is None else request.max_tokens
             if needed > room:
                 raise TooLong(
                     f"{len(request.prompt_ids)} prompt tokens and `max_tokens` {needed} do not "
                     f"fit the model's `max_seq_length` of {self.max_seq_length}",
                     hint="Shorten the messages, or raise `max_seq_length` in `init_args`",
                 )
-            limit = room if limit is None else limit
-        return dataclasses.replace(request, lora=self.lora_name(step), max_tokens=limit)
+        # Not as `max_tokens`: the engine refuses a number of tokens that its context cannot hold.
+        limit = self.max_seq_length
+        return dataclasses.replace(request, lora=self.lora_name(step), max_length=limit)
 
     @contextmanager
     def used(self, step: int) -> Iterator[None]:

@@ -20,6 +20,7 @@ CREATE TABLE IF NOT EXISTS said (
     id INTEGER PRIMARY KEY, rollout TEXT NOT NULL, body TEXT NOT NULL, created REAL NOT NULL
 );
 CREATE INDEX IF NOT EXISTS said_by_rollout ON said (rollout);
+CREATE INDEX IF NOT EXISTS said_by_age ON said (created);
 """
 KEPT_SECONDS = 6 * 3600  # rollouts are read at the end of their epoch, not later
 _SWEEP_EVERY = 1000

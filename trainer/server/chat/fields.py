@@ -16,6 +16,7 @@ NO_EFFECT = frozenset(
         "store",
         "service_tier",
         "prompt_cache_key",
+        "prompt_cache_options",
         "prompt_cache_retention",
         "safety_identifier",
         "verbosity",

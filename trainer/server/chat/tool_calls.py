@@ -20,6 +20,8 @@ class ToolCallParser:
 
     def __init__(self) -> None:
         self._pending = ""
+        self._quoted = 0
+        """How much of a call that has begun holds end tags in its strings only."""
         self._space = ""
         """White space that counts only if text follows it."""
         self.calls: list[Json] = []
@@ -40,24 +42,40 @@ class ToolCallParser:
                 cut = len(before) - kept
                 self._pending = before[cut:]
                 return content + before[:cut]
-            inside, closed, after = rest.partition(CLOSE)
-            if not closed:
-                self._pending = OPEN + rest
-                return content + before
+            end = rest.find(CLOSE, self._quoted)
+            # An argument may hold the end tag, for example a file that the agent writes.
+            while end >= 0 and _in_string(rest[:end]):
+                self._quoted = end + len(CLOSE)
+                end = rest.find(CLOSE, self._quoted)
             content += before
-            if call := parse_call(inside):
+            if end < 0:
+                self._pending = OPEN + rest
+                return content
+            if call := parse_call(rest[:end]):
                 self.calls.append(call)
+                self._pending = rest[end + len(CLOSE) :]
+                self._quoted = 0
             else:
-                content += OPEN + inside + CLOSE
-            self._pending = after
+                content += self._give_up(rest)
+
+    def _give_up(self, rest: str) -> str:
+        """Return an invalid call up to its first end tag, because a valid one may follow."""
+        inside, closed, self._pending = rest.partition(CLOSE)
+        self._quoted = 0
+        return OPEN + inside + closed
 
     def finish(self) -> str:
         """Return the remaining text. A call without its end tag counts if its JSON is complete."""
+        content = self._space
+        while self._pending.startswith(OPEN):
+            rest = self._pending[len(OPEN) :]
+            if call := parse_call(rest):
+                self.calls.append(call)
+                self._pending = ""
+            else:
+                content += self._give_up(rest) + self._split("")
         pending, self._pending = self._pending, ""
-        if pending.startswith(OPEN) and (call := parse_call(pending[len(OPEN) :])):
-            self.calls.append(call)
-            pending = ""
-        return self._space + pending if pending or not self.calls else ""
+        return content + pending if pending or not self.calls else content.rstrip()
 
 
 def parse_call(text: str) -> Json | None:
@@ -78,6 +96,17 @@ def parse_call(text: str) -> Json | None:
         "type": "function",
         "function": {"name": name, "arguments": written},
     }
+
+
+def _in_string(text: str) -> bool:
+    """Whether JSON that begins with `text` goes on inside a string."""
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        return error.msg.startswith("Unterminated string")
+    except (ValueError, RecursionError):
+        pass
+    return False
 
 
 def _overlap(text: str, tag: str) -> int:

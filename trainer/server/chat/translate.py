@@ -35,6 +35,16 @@ def check_extra(extra: Json | None, neutral: Json, no_effect: Set[str]) -> Json:
     return passed
 
 
+def check_keys(field: str, value: Json | None, known: Set[str], neutral: Json) -> None:
+    """Refuse a key inside a field by its path, unless it is known, null or its value neutral."""
+    for key, part in (value or {}).items():
+        if key not in known and part is not None and part != neutral.get(key, ...):
+            path = f"{field}.{key}"
+            raise Unsupported(
+                f"`{path}` is not supported", hint=f"Remove `{key}` from `{field}`", param=path
+            )
+
+
 def chat_request(**fields: Any) -> ChatRequest:
     """A chat with the fields that are not None. An invalid field is the client's error."""
     try:

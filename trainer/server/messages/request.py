@@ -10,7 +10,8 @@ from pydantic import Field
 from kit.types import Json
 from trainer.errors import BadRequest, NotFound, UnknownThread, Unsupported
 from trainer.server.chat.request import ChatRequest
-from trainer.server.chat.translate import chat_request, check_extra
+from trainer.server.chat.translate import chat_request, check_extra, check_keys
+from trainer.server.responses.items import with_instructions
 from trainer.server.responses.store import ResponseStore
 
 # Default values that clients send unprompted. Any other value is refused by its key.
@@ -25,7 +26,7 @@ _TOOL_NEUTRAL: Json = {"defer_loading": False, "allowed_callers": ["direct"]}
 class Turn(pydantic.BaseModel):
     """One message of a conversation."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Json]
 
     @property
@@ -53,6 +54,7 @@ class CountRequest(pydantic.BaseModel):
         passed = check_extra(self.model_extra, _NEUTRAL, _NO_EFFECT)
         tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(self.tools or ())] or None
         output = self.output_config or {}
+        check_keys("output_config", output, {"effort", "format"}, {})
         return chat_request(
             **passed,
             **settings,
@@ -80,18 +82,22 @@ class CountRequest(pydantic.BaseModel):
 
     def _messages(self) -> list[Json]:
         messages: list[Json] = []
-        if self.system:
-            messages.append({"role": "system", "content": _text(self.system, "system")})
         turns = _combined(self.messages)
         for number, (role, blocks) in enumerate(turns):
             place = f"messages[{number}].content"
-            messages += _said(blocks, place) if role == "assistant" else _asked(blocks, place)
+            match role:
+                case "assistant":
+                    messages += _said(blocks, place)
+                case "system":
+                    messages.append({"role": "system", "content": _text(blocks, place)})
+                case _:
+                    messages += _asked(blocks, place)
         if turns[-1][0] == "assistant":
             raise Unsupported(
                 "Continuing the last message of the assistant is not supported",
                 hint="End with a user message",
             )
-        return messages
+        return with_instructions(_text(self.system or "", "system"), messages)
 
 
 class MessagesRequest(CountRequest):
@@ -99,12 +105,20 @@ class MessagesRequest(CountRequest):
 
     max_tokens: int = Field(ge=1)
     stop_sequences: list[str] | None = None
+    stop: str | list[str] | None = None
+    """The name of a chat for the same; both may be sent."""
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     thread: Json | None = None
     """Whether to keep the conversation under the answer's id, or which one to continue."""
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts that end the answer."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [*(self.stop_sequences or ()), *stop]
 
     def continued(self, threads: ResponseStore) -> "MessagesRequest":
         """The request with the messages, system prompt and tools of the thread it continues."""
@@ -144,7 +158,7 @@ class MessagesRequest(CountRequest):
     def as_chat(self) -> ChatRequest:
         return self.chat(
             max_tokens=self.max_tokens,
-            stop=self.stop_sequences or None,
+            stop=self.stops or None,
             stream=self.stream,
             temperature=self.temperature,
             top_p=self.top_p,

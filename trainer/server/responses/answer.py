@@ -32,6 +32,8 @@ class ResponseAnswer:
         self._items: list[Json] = []
         self._message: int | None = None
         """Position of the message among the items."""
+        self._early: list[Json] = []
+        """Logprobs of tokens whose text is held back, until the message opens."""
         self._calls: dict[int, int] = {}
         """Positions of the calls, by their index in the chat."""
         self._finish_reason: str | None = None
@@ -57,8 +59,9 @@ class ResponseAnswer:
             logprobs = self._logprobs(choice)
             if delta.get("content"):
                 yield from self._text(delta["content"], logprobs)
-            elif logprobs and self._message is not None:
-                self._part["logprobs"] += logprobs
+            else:
+                held = self._early if self._message is None else self._part["logprobs"]
+                held += logprobs
             for number, call in enumerate(delta.get("tool_calls") or ()):
                 yield from self._call(call.get("index", number), call)
             self._finish_reason = choice.get("finish_reason") or self._finish_reason
@@ -117,6 +120,7 @@ class ResponseAnswer:
     def _text(self, text: str, logprobs: list[Json]) -> Iterator[Json]:
         if self._message is None:
             self._message = len(self._items)
+            logprobs = [*self._early, *logprobs]
             item: Json = {
                 **{"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"},
                 **{"status": "in_progress", "content": []},

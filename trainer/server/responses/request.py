@@ -6,7 +6,7 @@ from pydantic import Field
 from kit.types import Json
 from trainer.errors import BadRequest, Unsupported
 from trainer.server.chat.request import ChatRequest
-from trainer.server.chat.translate import chat_request, check_extra
+from trainer.server.chat.translate import chat_request, check_extra, check_keys
 from trainer.server.responses.items import Lookup, messages_of, with_instructions
 
 LOGPROBS = "message.output_text.logprobs"
@@ -19,6 +19,9 @@ _NO_EFFECT = {
     *("max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options"),
     *("prompt_cache_retention", "safety_identifier", "service_tier", "stream_options", "user"),
 }
+_TEXT_KEYS = {"format", "verbosity"}
+_REASONING_KEYS = {"effort", "generate_summary", "summary"}
+_REASONING_NEUTRAL: Json = {"context": "auto", "mode": "standard"}
 _TOOL_KEYS = {"type", "name", "description", "parameters", "strict"}
 _TOOL_NEUTRAL: Json = {"defer_loading": False, "allowed_callers": ["direct"]}
 
@@ -60,6 +63,8 @@ class ResponsesRequest(pydantic.BaseModel):
     def chat(self, messages: list[Json]) -> ChatRequest:
         """The same request as a chat about `messages`, which `instructions` precede."""
         passed = check_extra(self.model_extra, _NEUTRAL, _NO_EFFECT)
+        check_keys("text", self.text, _TEXT_KEYS, {})
+        check_keys("reasoning", self.reasoning, _REASONING_KEYS, _REASONING_NEUTRAL)
         for name in self.include or ():
             if name not in _INCLUDABLE:
                 raise Unsupported(f"`include` of `{name}` is not supported")

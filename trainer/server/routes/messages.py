@@ -26,7 +26,7 @@ def routes(backend: Backend) -> APIRouter:
             if not token_ids or token_ids[-1] in backend.workers.tokenizer.eos_ids:
                 return None
             text = backend.workers.tokenizer.decode(token_ids)
-            found = [(text.find(stop), stop) for stop in body.stop_sequences or ()]
+            found = [(text.find(stop), stop) for stop in body.stops]
             return min(((place, stop) for place, stop in found if place >= 0), default=(0, None))[1]
 
         answer = MessageAnswer(body.model, stop_sequence)
