@@ -16,7 +16,8 @@ from trainer.policy.weights import stored_tensors
 
 SHARD_BYTES = 4 << 30
 # Files of a Hugging Face model directory other than its weights.
-TEXTS = ("*.json", "*.jinja", "*.model", "*.txt")
+TEMPLATES = ("*.jinja", "additional_chat_templates/*.jinja")
+TEXTS = ("*.json", *TEMPLATES, "*.model", "*.txt")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -32,7 +33,7 @@ def write_lora(directory: Path, checkpoint_path: Path, output: Path) -> None:
     lora_tensors(checkpoint_path)  # raises without one
     for name in (ADAPTER, ADAPTER_CONFIG):
         shutil.copyfile(checkpoint_path / name, output / name)
-    copy_texts(directory, output, ("tokenizer*.json", "special_tokens_map.json", "*.jinja"))
+    copy_texts(directory, output, ("tokenizer*.json", "special_tokens_map.json", *TEMPLATES))
 
 
 def lora_tensors(checkpoint_path: Path) -> dict[str, Tensor]:
@@ -73,7 +74,9 @@ def copy_texts(source: Path, target: Path, patterns: tuple[str, ...] = TEXTS) ->
     for pattern in patterns:
         for path in source.glob(pattern):
             if not path.name.endswith(".index.json") and path.name != MANIFEST:
-                shutil.copyfile(path, target / path.name)
+                copy = target / path.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
 
 
 def _set_dtype(path: Path, dtype: str) -> None:
