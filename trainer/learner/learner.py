@@ -19,11 +19,16 @@ from trainer.base_model.tokenizer import Tokenizer
 from trainer.config import LoraConfig
 from trainer.errors import OutOfMemory
 from trainer.learner.clock import Clock
-from trainer.learner.gradient import GradientSteps, borrowed_lora, completion_logprobs
+from trainer.learner.gradient import (
+    GradientSteps,
+    batches_of,
+    borrowed_lora,
+    completion_logprobs,
+)
 from trainer.learner.pack import Row, pack
 from trainer.learner.plot import NAME as PICTURE
 from trainer.learner.plot import plot_rows
-from trainer.learner.prepare import Prepared, prepare
+from trainer.learner.prepare import prepare
 from trainer.learner.record import Record, Recording
 from trainer.learner.sft import SUPERVISED, prepare_sft
 from trainer.learner.state import State, check_belongs, load_policy, lora_shape
@@ -131,6 +136,7 @@ class Learner:
     ) -> Iterator[dict[str, Any]]:
         assert self.state is not None
         state = self.state
+        self._check_reference(checkpoints, config, lora)
         prepared = prepare(
             self.tokenizer,
             groups,
@@ -139,7 +145,7 @@ class Learner:
             vocabulary=state.policy.architecture.vocab_size,
             step=step,
         )
-        batches = self._batches(prepared, config)
+        batches = batches_of(prepared, config, state, self.device, self.world.size)
         prepared.metrics |= {
             "data/step_num_gradient_steps": float(len(batches)),
             "num_gradient_steps": float(len(batches)),
@@ -204,23 +210,17 @@ class Learner:
         laps = self._clock.laps
         return {"checkpoint": str(path), "step": step, "dropped": dropped, "times": laps}
 
-    def _batches(self, prepared: Prepared, config: GrpoConfig) -> list[list[Row]]:
-        """The rows of each gradient step, in random order drawn from the run's generator."""
-        assert self.state is not None
-        if not prepared.samples:
-            return []
-        rows = pack(prepared.samples, length=config.packed_sequence_length)
-        order = torch.randperm(len(rows), generator=self.state.generator).tolist()
-        prepared.metrics |= {
-            "data/step_num_rows": float(len(rows)),
-            "data/step_packed_tokens": float(sum(len(row.tokens) for row in rows)),
-            "data/step_unshared_tokens": float(sum(row.unshared for row in rows)),
-        }
-        size = config.grad_accumulation_sequences or self.world.size
-        return [
-            [rows[index].to(self.device) for index in order[at : at + size]]
-            for at in range(0, len(order), size)
-        ]
+    def _check_reference(
+        self, checkpoints: Path, config: GrpoConfig, lora: LoraConfig | None
+    ) -> None:
+        """Refuse a reference from another run that has another base model or LoRA."""
+        if not (config.kl_ref_adapter_path and config.kl_penalty_coef and lora):
+            return
+        path = Path(config.kl_ref_adapter_path)
+        if path.parent.resolve() != checkpoints.resolve():
+            hint = "Set `kl_ref_adapter_path` to a checkpoint with this run's base model and LoRA"
+            check = partial(check_belongs, path, base_model=self.base_model, lora=lora, hint=hint)
+            self.world.on_first(check)
 
     def _limit(self, *given: int | None) -> int:
         assert self.state is not None

@@ -139,7 +139,12 @@ def lora_shape(lora: LoraConfig | None) -> dict[str, Any] | None:
     return lora.model_dump(mode="json", exclude={"seed"}) if lora else None
 
 
-def check_belongs(path: Path, *, base_model: str, lora: LoraConfig | None) -> None:
+ORIGINAL = "Register the run under another name, or with its original settings"
+
+
+def check_belongs(
+    path: Path, *, base_model: str, lora: LoraConfig | None, hint: str = ORIGINAL
+) -> None:
     """Raise unless the checkpoint at `path` is complete and has this base model and LoRA."""
     manifest = checkpoint.verify(path)
     for what, found, wanted in (
@@ -149,7 +154,7 @@ def check_belongs(path: Path, *, base_model: str, lora: LoraConfig | None) -> No
         if found != wanted:
             raise CheckpointError(
                 f"The checkpoint `{path}` has the {what} `{found}`, not `{wanted}`",
-                hint="Register the run under another name, or with its original settings",
+                hint=hint,
             )
 
 
