@@ -36,7 +36,7 @@ class GrpoConfig(Config):
     max_grad_norm: float = Field(0.1, gt=0)
     """Gradients are clipped to this norm."""
     grad_accumulation_sequences: int | None = Field(None, ge=1)
-    """Packed rows in one gradient step; None means one."""
+    """Packed rows in one gradient step; None means one for each process of the learner."""
 
     scale_rewards: bool = False
     """Divide a group's advantages by the standard deviation of its rewards. Off by default, because

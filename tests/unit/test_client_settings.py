@@ -6,6 +6,7 @@ from typing import Any
 import pydantic
 import pytest
 
+from kit.manifest import write_manifest
 from trainer.config import LoraConfig, ServerConfig
 from trainer.errors import BadRequest, NotFound, Unsupported
 from trainer.server.client_settings import check_internal_config, inference_key, lora_config
@@ -111,6 +112,8 @@ def test_a_reference_by_its_path_is_a_checkpoint_of_this_server(tmp_path: Path) 
     state, elsewhere = tmp_path / ".art", tmp_path / "elsewhere"
     kept = state / "p" / "models" / "other" / "checkpoints" / "0002"
     kept.mkdir(parents=True)
+    shape = LoraConfig().model_dump(mode="json", exclude={"seed"})
+    write_manifest(kept, {"base_model": "tiny-random", "lora": shape})
     (elsewhere / "q/models/m/checkpoints/0001").mkdir(parents=True)
     (kept.parent / "0003").symlink_to(elsewhere, target_is_directory=True)
     run = Model("p", "m", state / "p" / "models" / "m", LoraConfig())
@@ -127,6 +130,14 @@ def test_a_reference_by_its_path_is_a_checkpoint_of_this_server(tmp_path: Path) 
     ):
         with pytest.raises(BadRequest, match="which is not a checkpoint of this server"):
             reference(path)
+    own = {"base_model": "tiny-random", "lora": shape}
+    run.path(0).mkdir(parents=True)
+    write_manifest(run.path(0), own)
+    assert reference(str(kept)) == str(kept.resolve())
+    for other in ({"base_model": "other"}, {"lora": {**shape, "alpha": 99}}, {"lora": None}):
+        write_manifest(kept, {**own, **other})
+        with pytest.raises(BadRequest, match="another base model or LoRA than `m`"):
+            reference(str(kept))
 
 
 def test_the_settings_of_art_0_5_23_act_by_their_own_names() -> None:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from trainer.base_model.resolve import resolve
 from trainer.config import LoraConfig
-from trainer.engines.decoder import Decoder
+from trainer.engines.decoder import Decoder, Product
 from trainer.policy.model import Policy, load_lora, load_model, lora_state
 
 CPU = torch.device("cpu")
@@ -81,3 +81,19 @@ def test_bfloat16_differs_only_by_rounding() -> None:
     found = decoder.prefill(SEQUENCES, [0, 1, 2], decoder.new_cache(3, 24))
     exact = expected(load(LoraConfig()), *SEQUENCES)
     assert (found - exact).abs().mean() < 2 * (expected(policy, *SEQUENCES) - exact).abs().mean()
+
+
+def test_a_product_without_a_lora_holds_its_weights_once() -> None:
+    """On a CPU they are packed, so the ones that were given would be a second copy."""
+    product = Product({"layer": torch.ones(4, 4, dtype=torch.bfloat16)})
+    halves = {f"layer.lora_{half}.weight": torch.ones(2, 4) for half in "AB"}
+    halves["layer.lora_B.weight"] = torch.ones(4, 2)
+
+    def held() -> int:
+        return sum(isinstance(value, Tensor) for value in vars(product).values())
+
+    assert held() == 1
+    product.use_lora(LoraConfig(rank=2), halves)
+    assert held() == 3
+    product.use_lora(None, {})
+    assert held() == 1

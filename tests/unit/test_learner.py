@@ -2,6 +2,7 @@
 
 import errno
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,17 @@ def test_a_new_run_owes_nothing_to_the_run_before_it(tmp_path: Path) -> None:
     train(learner(), tmp_path / "alone", groups(1))
     for step in (0, 1):
         assert files(tmp_path / "second", step) == files(tmp_path / "alone", step)
+
+
+def test_a_step_that_a_pull_replaces_is_read_again(tmp_path: Path) -> None:
+    one = learner()
+    train(one, tmp_path / "run", groups(0))
+    train(learner(), tmp_path / "other", groups(1))
+    shutil.rmtree(tmp_path / "run" / "0001")
+    shutil.copytree(tmp_path / "other" / "0001", tmp_path / "run" / "0001")
+    for at in ("run", "other"):
+        train(one if at == "run" else learner(), tmp_path / at, groups(2))
+    assert files(tmp_path / "run", 2) == files(tmp_path / "other", 2)
 
 
 def test_a_step_streams_a_row_per_gradient_step_and_ends_in_a_checkpoint(tmp_path: Path) -> None:

@@ -72,6 +72,19 @@ def test_a_step_says_how_many_prompts_were_exact_and_how_many_choices_constraine
     assert row["data/retokenized"] == 0
 
 
+def test_a_trajectory_without_an_advantage_is_not_counted_as_trained(tmp_path: Path) -> None:
+    [group] = groups(0, 1)
+    for one, reward in zip(group["trajectories"], (0.0, 0.5, 1.0), strict=True):
+        one["reward"] = reward
+    middle = group["trajectories"][1]["messages_and_choices"]
+    middle += [middle[0], {**middle[1], "logprobs": None}]
+    row, last = train(learner(), tmp_path, [group])
+    assert row["data/rendered_prompts"] == 2 and not last["dropped"]
+    assert row["data/choices_without_logprobs"] == 1
+    row, _ = train(learner(), tmp_path, [group], kl_penalty_coef=0.1)
+    assert row["data/rendered_prompts"] == 3
+
+
 def aged(*steps: tuple[int | None, ...]) -> list[dict[str, Any]]:
     """A group with a trajectory for each of `steps`, which has a turn for each of its steps."""
     [group] = groups(0, 1)

@@ -8,12 +8,15 @@ import torch
 from safetensors.torch import load_file
 
 from kit.manifest import sha256
-from tests.unit.tiny_learner import adapter, groups, learner, train, uneven_groups
+from tests.unit.tiny_learner import LORA, adapter, groups, learner, train, uneven_groups
 from trainer import checkpoint
 from trainer.base_model.resolve import resolve
-from trainer.errors import Unsupported
+from trainer.errors import CheckpointError, Unsupported
 from trainer.learner import state
+from trainer.learner.gradient import batches_of
 from trainer.learner.learner import Learner
+from trainer.learner.prepare import prepare
+from trainer.step_config import GrpoConfig
 
 
 @pytest.mark.parametrize(
@@ -99,6 +102,19 @@ def started(
     return one, at / "0001", adapter(at, 2)
 
 
+@pytest.mark.parametrize(("rows", "processes", "size"), [(None, 1, 1), (None, 2, 2), (3, 2, 3)])
+def test_a_gradient_step_has_a_row_for_each_process_unless_set(
+    tmp_path: Path, rows: int | None, processes: int, size: int
+) -> None:
+    one = learner()
+    one.prepare(tmp_path, LORA)
+    assert one.state is not None
+    config = GrpoConfig(packed_sequence_length=64, grad_accumulation_sequences=rows)
+    prepared = prepare(one.tokenizer, groups(0, 4), config, limit=64, vocabulary=260)
+    batches = batches_of(prepared, config, one.state, one.device, processes)
+    assert len(batches) > 1 and len(batches[0]) == size
+
+
 def test_the_reference_may_be_a_checkpoint(tmp_path: Path) -> None:
     one = learner()
     train(one, tmp_path, groups(0))
@@ -107,6 +123,21 @@ def test_the_reference_may_be_a_checkpoint(tmp_path: Path) -> None:
     assert rows[0]["loss/kl_policy_ref"] == pytest.approx(0.0, abs=1e-6)
     (base, *_) = train(one, tmp_path, groups(1, 1), kl_penalty_coef=0.1)
     assert base["loss/kl_policy_ref"] != pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_reference_of_another_lora_or_base_model_is_refused(tmp_path: Path) -> None:
+    """It would be computed with the `alpha` and the base model of the run that trains."""
+    one = learner()
+    one.prepare(tmp_path / "alpha", LORA.model_copy(update={"alpha": 16}))
+    learner("other").prepare(tmp_path / "base", LORA)
+    one.prepare(tmp_path / "seed", LORA.model_copy(update={"seed": 9}))
+    for name, what in (("alpha", "LoRA"), ("base", "base model")):
+        settings = {"kl_penalty_coef": 0.1, "kl_ref_adapter_path": str(tmp_path / name / "0000")}
+        with pytest.raises(CheckpointError, match=f"has the {what}") as caught:
+            train(one, tmp_path / "run", groups(0), **settings)
+        assert "kl_ref_adapter_path" in str(caught.value.hint)
+    reference = str(tmp_path / "seed" / "0000")
+    train(one, tmp_path / "run", groups(0), kl_penalty_coef=0.1, kl_ref_adapter_path=reference)
 
 
 def test_every_weight_can_be_trained(tmp_path: Path) -> None:

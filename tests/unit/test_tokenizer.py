@@ -146,6 +146,44 @@ def test_a_template_that_ignores_tools_is_recognised(directory: Path) -> None:
     assert refusing.shows_tools and refusing.shows_tool_calls
 
 
+# As Hermes has them: the template for tools fails without tools.
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+WITH_TOOLS = "{% for t in tools %}{{ t|tojson }}{% endfor %}" + PLAIN
+
+
+def test_a_template_for_tools_is_used_only_with_tools(directory: Path) -> None:
+    named = {"default": PLAIN, "tool_use": WITH_TOOLS}
+    entries = [{"name": name, "template": text} for name, text in named.items()]
+    tokenizer = with_template(directory, entries)
+    assert tokenizer.render([USER]) == "<user>Add."
+    assert '"name": "add"' in tokenizer.render([USER], [TOOL])
+    assert tokenizer.shows_tools and tokenizer.template_source == PLAIN
+    assert {"tools", "messages"} <= tokenizer.template_variables
+    ignoring = with_template(directory, [*entries[:1], {"name": "tool_use", "template": "Use."}])
+    assert not ignoring.shows_tools
+    alone = with_template(directory, [{"name": "tool_use", "template": WITH_TOOLS}])
+    assert '"name": "add"' in alone.render([USER], [TOOL])
+
+
+def test_a_template_for_tools_may_be_in_a_file_of_its_own(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_text(PLAIN)
+    (directory / "additional_chat_templates").mkdir()
+    (directory / "additional_chat_templates" / "tool_use.jinja").write_text(WITH_TOOLS)
+    tokenizer = Tokenizer(directory)
+    assert tokenizer.render([USER]) == "<user>Add."
+    assert '"name": "add"' in tokenizer.render([USER], [TOOL])
+    assert tokenizer.shows_tools and tokenizer.template_source == PLAIN
+
+
+def test_each_template_decides_whether_it_knows_developers(directory: Path) -> None:
+    named = {"default": PLAIN, "tool_use": "{# developer #}" + PLAIN}
+    entries = [{"name": name, "template": text} for name, text in named.items()]
+    tokenizer = with_template(directory, entries)
+    message = {"role": "developer", "content": "x"}
+    assert tokenizer.render([message]) == "<system>x"
+    assert tokenizer.render([message], [TOOL]) == "<developer>x"
+
+
 def test_a_developer_message_is_a_system_message_unless_the_template_knows_it(
     directory: Path,
 ) -> None:

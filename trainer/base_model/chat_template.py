@@ -20,8 +20,10 @@ import jinja2.parser
 import jinja2.runtime
 import jinja2.sandbox
 
+from trainer.base_model.json_files import AGAIN
 from trainer.errors import BadRequest, ModelError
 
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates, as transformers has them
 MAX_TEXT = 256 << 20  # characters; no context is that long
 RENDER_WITHIN = 60.0  # seconds; a template that takes longer is in a loop
 MAX_REPEATED = 1 << 20  # characters or items that `*` may make, and the largest exponent of `**`
@@ -32,7 +34,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, directory: Path) -> None:
         self._environment = _environment()
-        self._source = source
+        self.source = source
         try:
             self._template = self._environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
@@ -43,7 +45,7 @@ class ChatTemplate:
 
     def variables(self) -> frozenset[str]:
         """The variables that the template reads."""
-        parsed = self._environment.parse(self._source)
+        parsed = self._environment.parse(self.source)
         return frozenset(jinja2.meta.find_undeclared_variables(parsed))
 
     def render(self, variables: Mapping[str, Any]) -> str:
@@ -60,6 +62,39 @@ class ChatTemplate:
         except Exception as error:  # a template may fail in any way that Python can
             raise rejected(error) from error
         return "".join(pieces)
+
+
+def read_sources(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The sources of a model's chat templates by name: `default`, and maybe `tool_use`.
+
+    `settings` are those in `tokenizer_config.json`, whose template may be a list of named ones.
+    """
+    file = directory / "chat_template.jinja"
+    named: dict[str, Any] = {}
+    if file.is_file():
+        named[DEFAULT] = _read(file)
+        extra = directory / "additional_chat_templates" / f"{TOOL_USE}.jinja"
+        if extra.is_file():
+            named[TOOL_USE] = _read(extra)
+    else:
+        file = directory / "tokenizer_config.json"
+        named[DEFAULT] = settings.get("chat_template")
+    if isinstance(entries := named[DEFAULT], list):
+        named = {str(it.get("name")): it.get("template") for it in entries if isinstance(it, dict)}
+    found = {name: source for name in (DEFAULT, TOOL_USE) if (source := named.get(name))}
+    if not all(isinstance(source, str) for source in found.values()):
+        raise ModelError(f"The chat template in `{file}` is no text", hint=AGAIN)
+    if not found:
+        raise ModelError(
+            f"`{directory}` has no chat template",
+            hint="Use an instruct model, or add a `chat_template.jinja`",
+        )
+    # A model that has a template for tools alone uses it for every chat.
+    return {DEFAULT: found.get(TOOL_USE, ""), **found}
+
+
+def _read(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace")
 
 
 def rejected(error: Exception) -> BadRequest:

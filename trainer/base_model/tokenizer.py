@@ -12,7 +12,14 @@ from typing import Any
 
 import tokenizers
 
-from trainer.base_model.chat_template import ChatTemplate, one_line, rejected
+from trainer.base_model.chat_template import (
+    DEFAULT,
+    TOOL_USE,
+    ChatTemplate,
+    one_line,
+    read_sources,
+    rejected,
+)
 from trainer.base_model.json_files import AGAIN, read_object
 from trainer.base_model.tiny_random import byte_letters
 from trainer.errors import BadRequest, ModelError, Unsupported
@@ -137,11 +144,12 @@ class Tokenizer:
         **variables: Any,
     ) -> str:
         """Render a conversation with the model's chat template."""
+        template = self._template(tools=bool(tools))
         try:
-            known = [self._with_known_role(normalise(message)) for message in messages]
+            known = [_with_known_role(normalise(message), template) for message in messages]
         except (AttributeError, TypeError, ValueError) as error:  # parts of the wrong kind
             raise rejected(error) from error
-        return self._template.render(
+        return template.render(
             {
                 **self.special_tokens,
                 "documents": None,
@@ -152,17 +160,11 @@ class Tokenizer:
             }
         )
 
-    def _with_known_role(self, message: dict[str, Any]) -> dict[str, Any]:
-        """OpenAI renamed the role `system` to `developer`; few chat templates know the new name."""
-        if message.get("role") == "developer" and "developer" not in self.template_source:
-            return {**message, "role": "system"}
-        return message
-
     @cached_property
     def shows_tools(self) -> bool:
         """Whether the chat template renders `tools`; many ignore them without an error."""
         with contextlib.suppress(BadRequest):
-            return self.render(_PROBE[:1], [_PROBE_TOOL]) != self.render(_PROBE[:1])
+            return "probe" in self.render(_PROBE[:1], [_PROBE_TOOL])
         return True  # the template refuses by itself
 
     @cached_property
@@ -175,33 +177,26 @@ class Tokenizer:
 
     @cached_property
     def template_variables(self) -> frozenset[str]:
-        """The variables that the chat template reads, such as `enable_thinking`."""
-        return self._template.variables()
+        """The variables that the chat templates read, such as `enable_thinking`."""
+        return frozenset().union(*(it.variables() for it in self._templates.values()))
 
-    @cached_property
-    def _template(self) -> ChatTemplate:
-        return ChatTemplate(self.template_source, self._directory)
-
-    @cached_property
+    @property
     def template_source(self) -> str:
-        file = self._directory / "chat_template.jinja"
-        source: Any = self._settings.get("chat_template")
-        if file.is_file():
-            source = file.read_text(encoding="utf-8", errors="replace")
-        else:
-            file = self._directory / "tokenizer_config.json"
-        if isinstance(source, list):  # several named templates
-            entries = [entry for entry in source if isinstance(entry, dict)]
-            named = {str(entry.get("name")): entry.get("template") for entry in entries}
-            source = named.get("tool_use") or named.get("default")
-        if source and not isinstance(source, str):
-            raise ModelError(f"The chat template in `{file}` is no text", hint=AGAIN)
-        if not source:
-            raise ModelError(
-                f"`{self._directory}` has no chat template",
-                hint="Use an instruct model, or add a `chat_template.jinja`",
-            )
-        return str(source)
+        """The source of the template for chats without tools, which is often the only one."""
+        return self._template_sources[DEFAULT]
+
+    @cached_property
+    def _template_sources(self) -> dict[str, str]:
+        return read_sources(self._directory, self._settings)
+
+    @cached_property
+    def _templates(self) -> dict[str, ChatTemplate]:
+        sources = self._template_sources.items()
+        return {name: ChatTemplate(source, self._directory) for name, source in sources}
+
+    def _template(self, *, tools: bool) -> ChatTemplate:
+        # As transformers chooses: a template for tools may fail without them.
+        return self._templates[TOOL_USE if tools and TOOL_USE in self._templates else DEFAULT]
 
     @cached_property
     def _byte_level(self) -> bool:
@@ -242,6 +237,13 @@ def normalise(message: Message) -> dict[str, Any]:
     else:
         result.pop("tool_calls", None)
     return result
+
+
+def _with_known_role(message: dict[str, Any], template: ChatTemplate) -> dict[str, Any]:
+    """OpenAI renamed the role `system` to `developer`; few chat templates know the new name."""
+    if message.get("role") == "developer" and "developer" not in template.source:
+        return {**message, "role": "system"}
+    return message
 
 
 def _text(part: Mapping[str, Any] | str) -> str:

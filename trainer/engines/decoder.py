@@ -88,11 +88,12 @@ class Product:
         )
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self._packed else weight
         self._a: Tensor | None = None  # [N * R, I] for the N layers that have a LoRA
-        self._b = weight  # [N * R, O]: each layer's transposed B in the layer's columns
+        # [N * R, O]: each layer's transposed B in the layer's columns
+        self._b: Tensor | None = None
         self._scale = 1.0
 
     def use_lora(self, lora: LoraConfig | None, tensors: Mapping[str, Tensor]) -> None:
-        self._a = None
+        self._a = self._b = None
         names = [name for name in self._outputs if f"{name}.lora_A.weight" in tensors]
         if not lora or not names:
             return
@@ -115,7 +116,7 @@ class Product:
             out = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         else:
             out = functional.linear(x, self._weight, self._bias)
-        if self._a is not None:
+        if self._a is not None and self._b is not None:
             out.addmm_(functional.linear(x, self._a), self._b, alpha=self._scale)
         result: Tensor = out
         return result

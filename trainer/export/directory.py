@@ -90,8 +90,8 @@ def _write(directory: Path, checkpoint_path: Path, output: Path, name: str, form
         )
         return
     file = output / f"{name}-{form.gguf.upper()}.gguf"
-    tensors = merged(directory, checkpoint_path)
-    gguf_files.write_model(file, tensors, architecture, directory, kind=form.gguf, name=name)
+    weights = merged(directory, checkpoint_path)
+    gguf_files.write_model(file, weights, architecture, directory, kind=form.gguf, name=name)
     write_modelfile(output / "Modelfile", file.name, directory, adds_bos=adds_bos(directory))
 
 

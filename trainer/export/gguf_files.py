@@ -18,6 +18,7 @@ from kit.version import version
 from trainer.base_model.architecture import Architecture, Rope
 from trainer.errors import CheckpointError, ModelError, Unsupported
 from trainer.export.gguf_tokenizer import add_tokenizer
+from trainer.export.merge import Weight
 from trainer.policy.lora import read_lora_config
 
 # Types that the package `gguf` writes by itself, most exact first.
@@ -62,26 +63,26 @@ def _fault(architecture: Architecture) -> str | None:
 
 def write_model(
     path: Path,
-    tensors: dict[str, Tensor],
+    weights: dict[str, Weight],
     architecture: Architecture,
     directory: Path,
     *,
     kind: str,
     name: str,
 ) -> None:
-    """Write a model as one GGUF file. `directory` has its tokenizer; `tensors` are consumed."""
+    """Write a model as one GGUF file. `directory` has its tokenizer; `weights` are consumed."""
     writer = _writer(architecture, name, "model")
     _add_architecture(writer, architecture, kind)
     add_tokenizer(writer, directory, architecture.vocab_size)
     names = _names(architecture)
-    found: dict[str, Tensor] = {}
-    for theirs in list(tensors):
-        tensor = tensors.pop(theirs)
+    found: dict[str, Weight] = {}
+    for theirs in list(weights):
+        weight = weights.pop(theirs)
         if _is_unused(theirs, architecture):
             continue
-        found[_name(names, theirs)] = _rotated(tensor, theirs, architecture)
+        found[_name(names, theirs)] = _rotated(weight, theirs, architecture)
     if architecture.rope.kind == "llama3":
-        found["rope_freqs.weight"] = torch.tensor(rope_factors(architecture))
+        found["rope_freqs.weight"] = Weight.of(torch.tensor(rope_factors(architecture)))
     _write(writer, path, found, kind)
 
 
@@ -99,15 +100,15 @@ def write_lora(
     writer.add_string("adapter.type", "lora")
     writer.add_float32("adapter.lora.alpha", float(read_lora_config(checkpoint).alpha))
     names = _names(architecture)
-    found: dict[str, Tensor] = {}
+    found: dict[str, Weight] = {}
     for theirs, tensor in sorted(tensors.items()):  # A before B, as readers expect
         module, _, half = theirs.removeprefix("base_model.model.").rpartition(".lora_")
         if half not in ("A.weight", "B.weight"):
             raise CheckpointError(f"`{theirs}` is no part of a LoRA", hint="Export it merged")
-        of = f"{module}.weight"
+        of, weight = f"{module}.weight", Weight.of(tensor)
         if half == "B.weight":
-            tensor = _rotated(tensor, of, architecture)
-        found[f"{_name(names, of)}.lora_{half[0].lower()}"] = tensor
+            weight = _rotated(weight, of, architecture)
+        found[f"{_name(names, of)}.lora_{half[0].lower()}"] = weight
     _write(writer, path, found, kind)
 
 
@@ -164,13 +165,17 @@ def _is_unused(name: str, architecture: Architecture) -> bool:
     return tied or name.endswith("rotary_emb.inv_freq")
 
 
-def _rotated(tensor: Tensor, name: str, architecture: Architecture) -> Tensor:
+def _rotated(weight: Weight, name: str, architecture: Architecture) -> Weight:
     """Put the two numbers of each rotation side by side where llama.cpp expects that."""
     if FAMILIES[architecture.family] != "llama" or not name.endswith(ROTATED):
-        return tensor
-    heads = architecture.heads if "q_proj" in name else architecture.kv_heads
-    halves = tensor.reshape(heads, 2, tensor.shape[0] // heads // 2, *tensor.shape[1:])
-    return halves.swapaxes(1, 2).reshape(tensor.shape)
+        return weight
+    heads, shape = architecture.heads if "q_proj" in name else architecture.kv_heads, weight.shape
+
+    def read() -> Tensor:
+        halves = weight.read().reshape(heads, 2, shape[0] // heads // 2, *shape[1:])
+        return halves.swapaxes(1, 2).reshape(shape)
+
+    return Weight(shape, read)
 
 
 def rope_factors(architecture: Architecture) -> list[float]:
@@ -198,48 +203,48 @@ class _Stored:
     bytes: int
 
 
-def _write(writer: Any, path: Path, tensors: dict[str, Tensor], kind: str) -> None:
-    stored = {name: _stored(name, tensor, kind) for name, tensor in tensors.items()}
-    for name, tensor in tensors.items():
+def _write(writer: Any, path: Path, weights: dict[str, Weight], kind: str) -> None:
+    stored = {name: _stored(name, weight.shape, kind) for name, weight in weights.items()}
+    for name, weight in weights.items():
         one = stored[name]
         # Of a type that numpy has not, only `raw_dtype` counts.
         form = np.dtype(np.float32)
-        writer.add_tensor_info(name, tuple(tensor.shape), form, one.bytes, raw_dtype=one.kind)
+        writer.add_tensor_info(name, tuple(weight.shape), form, one.bytes, raw_dtype=one.kind)
     writer.write_header_to_file(path)
     try:
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for name, values in _values(tensors, stored):
+        for name, values in _values(weights, stored):
             _check_finite(name, values, kind)
             writer.write_tensor_data(values)
     finally:
         writer.close()
 
 
-def _stored(name: str, tensor: Tensor, kind: str) -> _Stored:
+def _stored(name: str, shape: torch.Size, kind: str) -> _Stored:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     # Norms and biases are few and matter; embeddings suffer most from 4 and 5 bits.
     wanted = kind.upper()
-    if tensor.ndim == 1:
+    if len(shape) == 1:
         wanted = "F32"
     elif name in ("token_embd.weight", "output.weight") and wanted.startswith(("Q4", "Q5")):
         wanted = "Q8_0"
     block, _ = GGML_QUANT_SIZES[GGMLQuantizationType[wanted]]
-    if tensor.shape[-1] % block:
+    if shape[-1] % block:
         wanted = "F16"
     found = GGMLQuantizationType[wanted]
     block, size = GGML_QUANT_SIZES[found]
-    return _Stored(found, tensor.numel() // block * size)
+    return _Stored(found, shape.numel() // block * size)
 
 
 def _values(
-    tensors: dict[str, Tensor], stored: dict[str, _Stored]
+    weights: dict[str, Weight], stored: dict[str, _Stored]
 ) -> Iterator[tuple[str, NDArray[Any]]]:
     from gguf.quants import quantize
 
-    for name in list(tensors):
-        values = tensors.pop(name).float().contiguous().numpy()
+    for name in list(weights):
+        values = weights.pop(name).read().float().contiguous().numpy()
         with np.errstate(over="ignore"):  # `_check_finite` names the tensor
             stored_values = quantize(values, stored[name].kind)
         yield name, stored_values

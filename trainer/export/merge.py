@@ -2,6 +2,9 @@
 
 import json
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,8 +19,21 @@ from trainer.policy.weights import stored_tensors
 
 SHARD_BYTES = 4 << 30
 # Files of a Hugging Face model directory other than its weights.
-TEXTS = ("*.json", "*.jinja", "*.model", "*.txt")
+TEMPLATES = ("*.jinja", "additional_chat_templates/*.jinja")
+TEXTS = ("*.json", *TEMPLATES, "*.model", "*.txt")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight that is computed each time it is read: in fp32 all of them take much memory."""
+
+    shape: torch.Size
+    read: Callable[[], Tensor]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Weight":
+        return cls(tensor.shape, lambda: tensor)
 
 
 def write_merged(directory: Path, checkpoint_path: Path, output: Path, dtype: str) -> None:
@@ -32,7 +48,7 @@ def write_lora(directory: Path, checkpoint_path: Path, output: Path) -> None:
     lora_tensors(checkpoint_path)  # raises without one
     for name in (ADAPTER, ADAPTER_CONFIG):
         shutil.copyfile(checkpoint_path / name, output / name)
-    copy_texts(directory, output, ("tokenizer*.json", "special_tokens_map.json", "*.jinja"))
+    copy_texts(directory, output, ("tokenizer*.json", "special_tokens_map.json", *TEMPLATES))
 
 
 def lora_tensors(checkpoint_path: Path) -> dict[str, Tensor]:
@@ -45,27 +61,33 @@ def lora_tensors(checkpoint_path: Path) -> dict[str, Tensor]:
     return read_tensors(checkpoint_path / ADAPTER)
 
 
-def merged(directory: Path, checkpoint_path: Path) -> dict[str, Tensor]:
-    """Return the base model's tensors; those with a LoRA are in fp32, with the LoRA added."""
+def merged(directory: Path, checkpoint_path: Path) -> dict[str, Weight]:
+    """Return the base model's weights; those with a LoRA are in fp32, with the LoRA added."""
     tensors = stored_tensors(directory)
     if (checkpoint_path / FULL).is_file():
-        return tensors | read_tensors(checkpoint_path / FULL)
+        tensors |= read_tensors(checkpoint_path / FULL)
+        return {name: Weight.of(tensor) for name, tensor in tensors.items()}
     lora = read_lora_config(checkpoint_path)
     trained = lora_tensors(checkpoint_path)
+    weights = {name: Weight.of(tensor) for name, tensor in tensors.items()}
     for name, low in trained.items():
         if not name.endswith(".lora_A.weight"):
             continue
         module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
         high = trained[name.replace("lora_A", "lora_B")]
-        weight = tensors.get(f"{module}.weight")
-        if weight is None or weight.shape != (high.shape[0], low.shape[1]):
+        base = tensors.get(f"{module}.weight")
+        if base is None or base.shape != (high.shape[0], low.shape[1]):
             raise CheckpointError(
                 f"The LoRA in `{checkpoint_path / ADAPTER_CONFIG}` does not fit `{directory}`",
                 hint="Set `--base-model` to the model that it was trained from",
             )
-        delta = lora.alpha / lora.rank * (high.float() @ low.float())
-        tensors[f"{module}.weight"] = weight.float() + delta
-    return tensors
+        add = partial(_add, base, low, high, lora.alpha / lora.rank)
+        weights[f"{module}.weight"] = replace(weights[f"{module}.weight"], read=add)
+    return weights
+
+
+def _add(base: Tensor, low: Tensor, high: Tensor, scale: float) -> Tensor:
+    return base.float() + scale * (high.float() @ low.float())
 
 
 def copy_texts(source: Path, target: Path, patterns: tuple[str, ...] = TEXTS) -> None:
@@ -73,7 +95,9 @@ def copy_texts(source: Path, target: Path, patterns: tuple[str, ...] = TEXTS) ->
     for pattern in patterns:
         for path in source.glob(pattern):
             if not path.name.endswith(".index.json") and path.name != MANIFEST:
-                shutil.copyfile(path, target / path.name)
+                copy = target / path.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
 
 
 def _set_dtype(path: Path, dtype: str) -> None:
@@ -83,11 +107,11 @@ def _set_dtype(path: Path, dtype: str) -> None:
     path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
-def _write_shards(tensors: dict[str, Tensor], directory: Path, dtype: torch.dtype) -> None:
+def _write_shards(weights: dict[str, Weight], directory: Path, dtype: torch.dtype) -> None:
     shards: list[list[str]] = [[]]
     size = 0
-    for name, tensor in tensors.items():
-        bytes_needed = tensor.numel() * dtype.itemsize
+    for name, weight in weights.items():
+        bytes_needed = weight.shape.numel() * dtype.itemsize
         if shards[-1] and size + bytes_needed > SHARD_BYTES:
             shards.append([])
             size = 0
@@ -99,7 +123,7 @@ def _write_shards(tensors: dict[str, Tensor], directory: Path, dtype: torch.dtyp
         if len(shards) > 1:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         # Convert one shard at a time, so that a large model needs little memory.
-        shard = {name: tensors[name].to(dtype).contiguous() for name in names}
+        shard = {name: weights[name].read().to(dtype).contiguous() for name in names}
         save_file(shard, directory / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from trainer.errors import Diverged, Unsupported
 from trainer.learner.grpo import LossInputs, effective_sample_size, grpo_loss
 from trainer.learner.pack import Row, Sample, pack
-from trainer.learner.prepare import Metrics
+from trainer.learner.prepare import Metrics, Prepared
 from trainer.learner.record import Recording
 from trainer.learner.state import ADAPTER, State, read_tensors
 from trainer.learner.world import World
@@ -171,6 +171,26 @@ def borrowed_lora(policy: Policy, checkpoint: Path, world: World) -> Iterator[No
         yield
     finally:
         load_lora(policy, ours)
+
+
+def batches_of(
+    prepared: Prepared, config: GrpoConfig, state: State, device: torch.device, processes: int
+) -> list[list[Row]]:
+    """The rows of each gradient step, in random order drawn from the run's generator."""
+    if not prepared.samples:
+        return []
+    rows = pack(prepared.samples, length=config.packed_sequence_length)
+    order = torch.randperm(len(rows), generator=state.generator).tolist()
+    prepared.metrics |= {
+        "data/step_num_rows": float(len(rows)),
+        "data/step_packed_tokens": float(sum(len(row.tokens) for row in rows)),
+        "data/step_unshared_tokens": float(sum(row.unshared for row in rows)),
+    }
+    size = config.grad_accumulation_sequences or processes
+    return [
+        [rows[index].to(device) for index in order[at : at + size]]
+        for at in range(0, len(order), size)
+    ]
 
 
 def row_logprobs(policy: Policy, row: Row, *, chunk: int | None = None) -> tuple[Tensor, Tensor]:

@@ -19,14 +19,26 @@ from trainer.base_model.tokenizer import Tokenizer
 from trainer.config import LoraConfig
 from trainer.errors import OutOfMemory
 from trainer.learner.clock import Clock
-from trainer.learner.gradient import GradientSteps, borrowed_lora, completion_logprobs
+from trainer.learner.gradient import (
+    GradientSteps,
+    batches_of,
+    borrowed_lora,
+    completion_logprobs,
+)
 from trainer.learner.pack import Row, pack
 from trainer.learner.plot import NAME as PICTURE
 from trainer.learner.plot import plot_rows
-from trainer.learner.prepare import Prepared, prepare
+from trainer.learner.prepare import prepare
 from trainer.learner.record import Record, Recording
 from trainer.learner.sft import SUPERVISED, prepare_sft
-from trainer.learner.state import State, check_belongs, load_policy, lora_shape
+from trainer.learner.state import (
+    State,
+    check_belongs,
+    check_reference,
+    load_policy,
+    lora_shape,
+    weights_hash,
+)
 from trainer.learner.world import World
 from trainer.policy.model import Policy
 from trainer.step_config import GrpoConfig, SftConfig, StepConfig
@@ -58,7 +70,7 @@ class Learner:
         self.tokenizer = Tokenizer(directory)
         self.state: State | None = None
         self._clock = Clock()
-        self.loaded: tuple[Path, int] | None = None  # the run and step in `state`
+        self.loaded: tuple[Path, int, str] | None = None  # the run and step in `state`
 
     def load(self, lora: LoraConfig | None) -> None:
         """Load the base model for a run with this LoRA, before there is one."""
@@ -70,7 +82,6 @@ class Learner:
         if step is None:
             step, state = 0, self._state(lora, fresh=True)
             self._save(state, checkpoints, step, lora, parent=None, config=None)
-            self.loaded = (checkpoints, step)
         else:
             path = checkpoint.path_of(checkpoints, step)
             self.world.on_first(lambda: check_belongs(path, base_model=self.base_model, lora=lora))
@@ -116,7 +127,8 @@ class Learner:
         if not (self.loaded and self.state and self.state.policy.lora == lora):
             self._load(checkpoints, lora)
         assert self.state is not None
-        path, loaded = checkpoint.path_of(checkpoints, step), self.loaded == (checkpoints, step)
+        path = checkpoint.path_of(checkpoints, step)
+        loaded = self.loaded == self._identity(checkpoints, step)
         policy = self.state.policy
         with nullcontext() if loaded else borrowed_lora(policy, path, self.world):
             return completion_logprobs(policy, prompt_ids, completion_ids, compiled=self.fp8)
@@ -131,6 +143,8 @@ class Learner:
     ) -> Iterator[dict[str, Any]]:
         assert self.state is not None
         state = self.state
+        check = partial(check_reference, config, checkpoints, base_model=self.base_model, lora=lora)
+        self.world.on_first(check)
         prepared = prepare(
             self.tokenizer,
             groups,
@@ -139,7 +153,7 @@ class Learner:
             vocabulary=state.policy.architecture.vocab_size,
             step=step,
         )
-        batches = self._batches(prepared, config)
+        batches = batches_of(prepared, config, state, self.device, self.world.size)
         prepared.metrics |= {
             "data/step_num_gradient_steps": float(len(batches)),
             "num_gradient_steps": float(len(batches)),
@@ -162,7 +176,6 @@ class Learner:
         recording.write(prepared)
         rows = [row for batch in batches for row in batch] if config.plot_tensors else []
         path = self._save(state, checkpoints, step + 1, lora, parent=step, config=config, rows=rows)
-        self.loaded = (checkpoints, step + 1)
         yield self._result(path, step + 1, prepared.dropped)
 
     def _train_sft(
@@ -196,31 +209,12 @@ class Learner:
                 yield {**prepared.metrics, **metrics}
         recording.write(prepared)
         path = self._save(self.state, checkpoints, step + 1, lora, parent=step, config=config)
-        self.loaded = (checkpoints, step + 1)
         yield self._result(path, step + 1, prepared.dropped)
 
     def _result(self, path: Path, step: int, dropped: list[dict[str, Any]]) -> dict[str, Any]:
         self._clock.lap("time/save_s")
         laps = self._clock.laps
         return {"checkpoint": str(path), "step": step, "dropped": dropped, "times": laps}
-
-    def _batches(self, prepared: Prepared, config: GrpoConfig) -> list[list[Row]]:
-        """The rows of each gradient step, in random order drawn from the run's generator."""
-        assert self.state is not None
-        if not prepared.samples:
-            return []
-        rows = pack(prepared.samples, length=config.packed_sequence_length)
-        order = torch.randperm(len(rows), generator=self.state.generator).tolist()
-        prepared.metrics |= {
-            "data/step_num_rows": float(len(rows)),
-            "data/step_packed_tokens": float(sum(len(row.tokens) for row in rows)),
-            "data/step_unshared_tokens": float(sum(row.unshared for row in rows)),
-        }
-        size = config.grad_accumulation_sequences or self.world.size
-        return [
-            [rows[index].to(self.device) for index in order[at : at + size]]
-            for at in range(0, len(order), size)
-        ]
 
     def _limit(self, *given: int | None) -> int:
         assert self.state is not None
@@ -258,18 +252,22 @@ class Learner:
     def _load(self, checkpoints: Path, lora: LoraConfig | None, wanted: int | None = None) -> int:
         """Load the run's latest good step into memory, and refuse if another one is `wanted`."""
         newest = self.world.on_first(lambda: checkpoint.newest(checkpoints))
-        if newest is not None and self.loaded == (checkpoints, newest) and wanted in (None, newest):
-            assert self.state is not None
-            if self.state.policy.lora == lora:
+        if newest is not None and self.loaded and self.state and wanted in (None, newest):
+            same = self.loaded == self._identity(checkpoints, newest)
+            if same and self.state.policy.lora == lora:
                 return newest  # this process wrote it, so its files need no verification
         if wanted is not None:
             self.world.on_first(lambda: checkpoint.check_latest(checkpoints, wanted))
         step = self.prepare(checkpoints, lora)
-        if self.loaded == (checkpoints, step):
-            return step
-        self._state(lora).read(checkpoint.path_of(checkpoints, step), self.world)
-        self.loaded = (checkpoints, step)
+        if self.loaded != self._identity(checkpoints, step):
+            self._state(lora).read(checkpoint.path_of(checkpoints, step), self.world)
+            self.loaded = self._identity(checkpoints, step)
         return step
+
+    def _identity(self, checkpoints: Path, step: int) -> tuple[Path, int, str]:
+        """A run's step with the hash of its weights, because a pull may replace them."""
+        path = checkpoint.path_of(checkpoints, step)
+        return checkpoints, step, self.world.on_first(lambda: weights_hash(path))
 
     def _save(
         self,
@@ -296,4 +294,6 @@ class Learner:
 
         save = partial(checkpoint.save, checkpoints, step, write, metadata)
         # A trained step is in the server's journal until the server has synced it.
-        return Path(self.world.on_first(lambda: str(save(synced=parent is None))))
+        path = Path(self.world.on_first(lambda: str(save(synced=parent is None))))
+        self.loaded = self._identity(checkpoints, step)
+        return path

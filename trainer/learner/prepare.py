@@ -68,10 +68,12 @@ def prepare(
             check_ids(tokenized, vocabulary)
             age = {at: max(step - at, 0) for at in tokenized.sampled_at}
             reason = _reason_to_drop(tokenized, limit, max(age.values(), default=0), config)
-            counts.update(tokenized.counts(dropped=reason is not None))
+            # A trajectory of the mean reward has no gradient, except from other losses.
+            learns = bool(advantage or config.kl_penalty_coef or config.kimi_k2_tau)
+            counts.update(tokenized.counts(dropped=reason is not None or not learns))
             if reason:
                 result.drop(reason, index, trajectory=number)
-            elif advantage or config.kl_penalty_coef or config.kimi_k2_tau:
+            elif learns:
                 for at, tokens in tokenized.sampled_at.items():
                     ages[age[at]] += tokens
                 result.samples += _samples(tokenized, advantage, index, len(result.samples), number)

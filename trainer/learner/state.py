@@ -23,6 +23,7 @@ from trainer.learner.world import World
 from trainer.policy.compiled import CompiledLayers
 from trainer.policy.lora import fresh_lora
 from trainer.policy.model import Policy, load_lora, load_model, peft_config
+from trainer.step_config import GrpoConfig
 
 ADAPTER = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -139,7 +140,12 @@ def lora_shape(lora: LoraConfig | None) -> dict[str, Any] | None:
     return lora.model_dump(mode="json", exclude={"seed"}) if lora else None
 
 
-def check_belongs(path: Path, *, base_model: str, lora: LoraConfig | None) -> None:
+ORIGINAL = "Register the run under another name, or with its original settings"
+
+
+def check_belongs(
+    path: Path, *, base_model: str, lora: LoraConfig | None, hint: str = ORIGINAL
+) -> None:
     """Raise unless the checkpoint at `path` is complete and has this base model and LoRA."""
     manifest = checkpoint.verify(path)
     for what, found, wanted in (
@@ -149,8 +155,26 @@ def check_belongs(path: Path, *, base_model: str, lora: LoraConfig | None) -> No
         if found != wanted:
             raise CheckpointError(
                 f"The checkpoint `{path}` has the {what} `{found}`, not `{wanted}`",
-                hint="Register the run under another name, or with its original settings",
+                hint=hint,
             )
+
+
+def check_reference(
+    config: GrpoConfig, checkpoints: Path, *, base_model: str, lora: LoraConfig | None
+) -> None:
+    """Refuse a KL reference from another run that has another base model or LoRA."""
+    if not (config.kl_ref_adapter_path and config.kl_penalty_coef and lora):
+        return
+    path = Path(config.kl_ref_adapter_path)
+    if path.parent.resolve() != checkpoints.resolve():  # the run's own steps belong to it
+        hint = "Set `kl_ref_adapter_path` to a checkpoint with this run's base model and LoRA"
+        check_belongs(path, base_model=base_model, lora=lora, hint=hint)
+
+
+def weights_hash(path: Path) -> str:
+    """The sha256 of the trained weights in the checkpoint at `path`, as its manifest has it."""
+    files = (read_manifest(path) or {"files": {}})["files"]
+    return str((files.get(ADAPTER) or files.get(FULL) or {}).get("sha256"))
 
 
 def load_policy(

@@ -9,14 +9,15 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from os.path import commonprefix
 from typing import Any
 
 from trainer import exact_tokens
-from trainer.base_model.tokenizer import Tokenizer
+from trainer.base_model.tokenizer import Tokenizer, normalise
 from trainer.errors import BadRequest
-from trainer.exact_tokens import PREFIX
+from trainer.learner.choices import Choice, Item, is_choice, read_choice
 
-Item = Mapping[str, Any]
+LONGEST_TAG = 64  # characters that a chat template may put before an answer, e.g. `<think>`
 
 
 @dataclass
@@ -67,17 +68,6 @@ class Tokenized:
         return sum(sum(sequence.mask) for sequence in self.sequences)
 
 
-@dataclass
-class _Choice:
-    """The tokens of one choice, and those of its prompt if the ledger has them."""
-
-    completion: list[int] | None
-    logprobs: list[float]
-    prompt: list[int] | None = None
-    constrained: bool = False
-    step: int | None = None
-
-
 def tokenize_trajectory(
     tokenizer: Tokenizer, trajectory: Mapping[str, Any], *, allow_without_logprobs: bool = False
 ) -> Tokenized:
@@ -117,7 +107,7 @@ class _History:
                 continue
             self._add(index, choice)
 
-    def _add(self, index: int, choice: _Choice) -> None:
+    def _add(self, index: int, choice: Choice) -> None:
         prompt = choice.prompt if choice.prompt is not None else self._prompt(index)
         completion = choice.completion
         logprobs = choice.logprobs
@@ -158,7 +148,7 @@ class _History:
         if not (through.startswith(before) and text.startswith(through)):
             return self.tokenizer.encode(text)
         tail = self._after_turn(through[len(before) :], current.ids[-1])
-        return current.ids + self.tokenizer.encode(tail + text[len(through) :])
+        return current.ids + self._encode_after(through.removesuffix(tail), text)
 
     def _only_in_tokens(self, index: int) -> bool:
         """Whether a choice before `index` has tokens, but a message that says nothing.
@@ -187,10 +177,42 @@ class _History:
         before = self._render(index, generation=True)
         through = self._render(index + 1, generation=False)
         if not through.startswith(before):
-            return self.tokenizer.encode(str(self.messages[index].get("content") or ""))
-        ids = self.tokenizer.encode(through[len(before) :])
+            return self._rewritten(normalise(self.messages[index]), before, through)
+        ids = self._encode_after(before, through)
         ends = [at for at, token in enumerate(ids) if token in self.tokenizer.eos_ids]
         return ids[: ends[-1] + 1] if ends else ids
+
+    def _rewritten(self, message: Item, before: str, through: str) -> list[int]:
+        """The ids of an answer whose prompt ends otherwise than past answers begin.
+
+        Templates of reasoning models end a prompt with `<think>` and leave it out of the past.
+        """
+        content = str(message["content"])
+        same = len(commonprefix((before, through)))  # noqa: RUF071 - these are no paths
+        # An answer that begins as the tag does, e.g. with `<`, shares that part of it.
+        for at in range(same, max(same - LONGEST_TAG, -1), -1):
+            if content.startswith(before[at:]):  # the prompt has this part already
+                content = content[len(before) - at :]
+                break
+        ids = self._encode_after(before, before + content)
+        old, new = (
+            [token for token in self.tokenizer.encode(text) if token in self.tokenizer.eos_ids]
+            for text in (before, through)
+        )
+        # Without its end, the policy would not learn to stop; with calls, the turn is not over.
+        ended = ids and len(new) > len(old) and not message.get("tool_calls")
+        return [*ids, new[-1]] if ended else ids
+
+    def _encode_after(self, start: str, text: str) -> list[int]:
+        """The ids of `text` without those of its beginning `start`.
+
+        Both are encoded whole where that is possible, because SentencePiece's tokenizers put a
+        space before every text.
+        """
+        first, ids = self.tokenizer.encode(start), self.tokenizer.encode(text)
+        if ids[: len(first)] == first:
+            return ids[len(first) :]
+        return self.tokenizer.encode(text[len(start) :])
 
     def _render(self, count: int, *, generation: bool) -> str:
         return self.tokenizer.render(self.messages[:count], self.tools, generation)
@@ -205,72 +227,3 @@ def _message(item: Item) -> Item:
             f"A choice has the message `{message}`", hint="Send choices as the server returned them"
         )
     return message
-
-
-def is_choice(item: Item) -> bool:
-    return "finish_reason" in item or ("message" in item and "role" not in item)
-
-
-def read_choice(item: Item) -> _Choice:
-    """Read the ids and logprobs of a choice. Raises BadRequest for impossible ones."""
-    if exact := exact_tokens.take(item):
-        choice = _Choice(
-            exact.completion_ids, exact.logprobs, exact.prompt_ids, exact.constrained, exact.step
-        )
-    else:
-        tokens = _tokens(item)
-        logprobs = [_logprob(token) for token in tokens]
-        choice = _Choice(_token_ids(tokens), logprobs)
-    tokens_found = len(choice.completion or [])
-    if choice.completion is not None and choice.logprobs and tokens_found != len(choice.logprobs):
-        raise BadRequest(
-            f"A choice has `{tokens_found}` tokens and `{len(choice.logprobs)}` logprobs",
-            hint="Send choices as the server returned them",
-        )
-    if not all(map(math.isfinite, choice.logprobs)) or max(choice.logprobs, default=0.0) > 1e-3:
-        raise _wrong_logprob(
-            next(it for it in choice.logprobs if not math.isfinite(it) or it > 1e-3)
-        )
-    return choice
-
-
-def _tokens(item: Item) -> list[Item]:
-    """The tokens in a choice's logprobs."""
-    found = item.get("logprobs") or {}
-    try:
-        tokens = [*(found.get("content") or []), *(found.get("refusal") or [])]
-    except (AttributeError, TypeError):
-        tokens = [None]
-    if not all(isinstance(token, Mapping) for token in tokens):
-        raise BadRequest(
-            "A choice has logprobs that are not a list of objects in `content`",
-            hint="Send choices as the server returned them",
-        )
-    return tokens
-
-
-def _logprob(token: Item) -> float:
-    logprob = token.get("logprob")
-    if not isinstance(logprob, int | float) or abs(logprob) > 1e308:  # an int may be any size
-        raise _wrong_logprob(logprob)
-    return float(logprob)
-
-
-def _wrong_logprob(logprob: object) -> BadRequest:
-    return BadRequest(
-        f"A choice has the logprob `{str(logprob)[:40]}`",
-        hint="Send logprobs as the server returned them: finite and not above zero",
-    )
-
-
-def _token_ids(tokens: Sequence[Item]) -> list[int] | None:
-    names = [str(token.get("token", "")) for token in tokens]
-    if not names or not all(name.startswith(PREFIX) for name in names):
-        return None
-    try:
-        return [int(name[len(PREFIX) :]) for name in names]
-    except ValueError as exc:
-        raise BadRequest(
-            f"A logprob's token is not an id: {exc}",
-            hint="Send `token_id:N`, or the token's text",
-        ) from exc

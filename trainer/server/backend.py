@@ -6,7 +6,6 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator
-from functools import partial
 
 from kit.errors import KitError
 from kit.state_dir import DATABASES
@@ -34,6 +33,7 @@ from trainer.server.storage import Storage
 from trainer.server.training import Training
 from trainer.server.wire import ModelWire, TrainRequest
 from trainer.server.workers import Workers, WrapEngine
+from trainer.step_config import StepConfig
 
 logger = logging.getLogger(__name__)
 
@@ -225,14 +225,13 @@ class Backend:
                 f"Model `{model.name}` is not prepared for training",
                 hint="Call `model.register(backend)`, which prepares it, and wait for it",
             )
-        if not any(map(_has_something, request.trajectory_groups)):
-            raise BadRequest(
-                "The request holds no trajectories, and a step that trains on nothing would look "
-                "like progress",
-                hint="Send at least one group, or leave the step out if every run failed",
-            )
-        config = partial(step_config, request, model)
-        return await self.admission.admit(model, request, config, self.models.base_model or "")
+
+        def settings(parent: int) -> StepConfig:
+            config = step_config(request, model, parent)
+            _check_something(request.trajectory_groups)
+            return config
+
+        return await self.admission.admit(model, request, settings, self.models.base_model or "")
 
     async def log(self, wire: ModelWire, groups: list[Json], split: str) -> None:
         """Store trajectories that a client logs under the model's step, and their averages."""
@@ -243,6 +242,11 @@ class Backend:
         self.reports.wandb.send(wire.project, wire.run, step, line)
 
 
-def _has_something(group: Json) -> bool:
-    """Whether a group holds trajectories, or the errors of runs, which are counted."""
-    return bool(group.get("trajectories") or group.get("exceptions"))
+def _check_something(groups: list[Json]) -> None:
+    """Refuse a request without trajectories, and without errors of runs, which are counted."""
+    if not any(group.get("trajectories") or group.get("exceptions") for group in groups):
+        raise BadRequest(
+            "The request holds no trajectories, and a step that trains on nothing would look "
+            "like progress",
+            hint="Send at least one group, or leave the step out if every run failed",
+        )

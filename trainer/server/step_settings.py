@@ -10,6 +10,7 @@ from typing import Any
 
 from kit.config import ConfigT, validate
 from kit.errors import ConfigError
+from kit.manifest import read_manifest
 from kit.state_dir import CHECKPOINTS, MODELS, STEP_NAME
 from kit.types import Json
 from trainer.errors import BadRequest, NotFound, Unsupported
@@ -157,14 +158,26 @@ def _own_checkpoint(value: Any, model: Model) -> str:
         inside = path.relative_to(state)
         _, models, _, checkpoints, step = inside.parts
         named = (models, checkpoints) == (MODELS, CHECKPOINTS) and STEP_NAME.fullmatch(step)
-        if named and path.is_dir():
-            return str(path)
+        manifest = read_manifest(path) if named else None
     except (TypeError, ValueError, OSError):
-        pass
-    raise BadRequest(
-        f"`kl_ref_adapter_path` is `{str(value)[:200]}`, which is not a checkpoint of this server",
-        hint="Use `kl_penalty_reference_step`, or the directory of a checkpoint that is kept here",
-    )
+        manifest = None
+    if manifest is None:
+        raise BadRequest(
+            f"`kl_ref_adapter_path` is `{str(value)[:200]}`, which is not a checkpoint of this "
+            "server",
+            hint="Use `kl_penalty_reference_step`, or the directory of a checkpoint that is kept "
+            "here",
+        )
+    ours = read_manifest(model.path(model.step)) or manifest
+    shape = model.lora.model_dump(mode="json", exclude={"seed"})
+    if (manifest.get("base_model"), manifest.get("lora")) != (ours.get("base_model"), shape):
+        # It would be computed with this run's base model and `alpha`, so it would be another one.
+        raise BadRequest(
+            f"`kl_ref_adapter_path` is `{path}`, which has another base model or LoRA than "
+            f"`{model.name}`",
+            hint="Use a checkpoint of a run with the same base model and `peft_args`",
+        )
+    return str(path)
 
 
 def checked(model: type[ConfigT], values: Json, source: str) -> ConfigT:

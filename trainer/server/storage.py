@@ -162,9 +162,15 @@ class Storage:
 
     async def _adopt(self, model: Model) -> None:
         """Serve the newest checkpoint on disk, after others were put there."""
+        before = dict(model.steps)
         await asyncio.to_thread(model.read_steps)
-        if model.prepared and model.steps:
-            async with self._workers.gate.sampling():  # the engine may sleep while a step trains
+        if not model.prepared:
+            return
+        async with self._workers.gate.sampling():  # the engine may sleep while a step trains
+            for step, lora in before.items():
+                if model.steps.get(step) != lora:  # the engine has the weights that were replaced
+                    await self._workers.unload(model, step)
+            if model.steps:
                 await self._workers.load(model, model.step)
 
     def _forget(self, model: Model, steps: Iterable[int]) -> None:
