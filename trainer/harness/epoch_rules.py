@@ -21,7 +21,8 @@ def groups_with_signal(groups: Sequence[list[Trajectory]]) -> list[list[Trajecto
 def epoch_metrics(
     epoch: int, sampled: TrajectoryCollection, chosen: TrajectoryCollection, percentile: float
 ) -> Json:
-    """Return the metrics of an epoch, for all sampled groups and for the chosen ones."""
+    """Return the metrics of an epoch, for all sampled groups and for those to train on."""
+    kept = groups_with_signal(chosen.trajectories)
     return {
         "epoch": epoch,
         "timestamp": datetime.now(UTC).isoformat(),
@@ -29,9 +30,9 @@ def epoch_metrics(
         **reward_summary([reward for group in sampled.rewards for reward in group]),
         "num_trajectories": sampled.count,
         "num_groups": len(sampled.trajectories),
-        "filtered_trajectories": chosen.count,
-        "filtered_groups": len(chosen.trajectories),
-        **reward_summary([reward for group in chosen.rewards for reward in group], "filtered_"),
+        "filtered_trajectories": sum(map(len, kept)),
+        "filtered_groups": len(kept),
+        **reward_summary([one.reward for group in kept for one in group], "filtered_"),
         "curriculum_percentile": percentile,
     }
 

@@ -5,13 +5,17 @@ in the config receive anything.
 """
 
 import importlib
+import logging
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 from kit.errors import NotInstalled
 from trainer.harness.context import Context
+from trainer.harness.user_texts import error_text
 
+logger = logging.getLogger(__name__)
 Numbers = Mapping[str, float]
 
 
@@ -24,7 +28,32 @@ class Reporter(Protocol):
 
 def load_reporters(context: Context, run_id: str) -> list[Reporter]:
     """Create a reporter for each name in `report_to`, or raise if its package is missing."""
-    return [REPORTERS[name](context, run_id) for name in context.config.finetuning.report_to]
+    names = context.config.finetuning.report_to
+    return [_Careful(name, REPORTERS[name](context, run_id)) for name in names]
+
+
+class _Careful:
+    """Warns where a service fails: an outage of it must not end a training."""
+
+    def __init__(self, name: str, reporter: Reporter) -> None:
+        self._name = name
+        self._reporter = reporter
+        self._failing = False
+
+    def log(self, epoch: int, numbers: Numbers) -> None:
+        self._attempt(partial(self._reporter.log, epoch, numbers))
+
+    def close(self) -> None:
+        self._attempt(self._reporter.close)
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+            self._failing = False
+        except Exception as error:  # of the service's own package
+            if not self._failing:
+                logger.warning("`%s` did not take the metrics: %s", self._name, error_text(error))
+            self._failing = True
 
 
 def _import(module: str, package: str) -> Any:

@@ -172,14 +172,16 @@ class ARTTrainer:
         )
 
     def _choose(self, sampled: TrajectoryCollection, epoch: int) -> TrajectoryCollection:
-        """Return the groups that the curriculum selects and whose rewards differ."""
+        """Return the groups that the curriculum selects, or none if none of them has a signal."""
         context, past = self._ready()
         config = context.config.finetuning.curriculum_learning
         rng = random.Random(f"{context.config.finetuning.seed}/{epoch}")
         state = curriculum.expand(config, past.curriculum, epoch)
         chosen, past.curriculum = curriculum.select(config, state, sampled.rewards, rng)
-        kept = groups_with_signal([sampled.trajectories[index] for index in chosen])
-        if sampled.trajectories and not kept:
+        # The backend drops groups with equal rewards too, but counts and shows them.
+        kept = [sampled.trajectories[index] for index in chosen]
+        if sampled.trajectories and not groups_with_signal(kept):
+            kept = []
             logger.warning(
                 "Nothing to train on in epoch %s: in every group the rewards are equal, "
                 "or differ by less than `min_reward_diff`",
@@ -201,7 +203,7 @@ class ARTTrainer:
             **(metadata.get("metrics") or {}),
             "time/train_s": time.monotonic() - self._train_started,
         }
-        trainable = row.get("data/step_num_groups_trainable", len(pending.collection.trajectories))
+        trainable = row.get("data/step_num_groups_trainable", row["filtered_groups"])
         past.idle = 0 if trainable else past.idle + 1
         past.trained += bool(trainable)
         past.epoch += 1

@@ -215,10 +215,12 @@ async def test_a_run_stops_when_the_metric_reaches_the_target(tmp_path: Path) ->
     assert len(read(tmp_path, "reward_history.json")) == 3
 
 
-async def test_groups_whose_rewards_are_equal_are_not_submitted(tmp_path: Path) -> None:
+async def test_groups_whose_rewards_are_equal_are_submitted_to_be_counted(tmp_path: Path) -> None:
     adapter = FakeAdapter()
     await train(context(tmp_path, FakeBuilder(lambda _: [[1.0, 1.0], [0.0, 1.0]]), adapter), 1)
-    assert adapter.submitted == [[[0.0, 1.0]]]
+    assert adapter.submitted == [[[1.0, 1.0], [0.0, 1.0]]]
+    (row,) = map(json.loads, (tmp_path / "training_metrics.jsonl").read_text().splitlines())
+    assert (row["filtered_groups"], row["filtered_avg_reward"], row["avg_reward"]) == (1, 0.5, 0.75)
 
 
 async def test_nothing_to_train_on_from_the_start_is_an_error_with_the_reason(
