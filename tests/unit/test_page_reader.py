@@ -193,8 +193,20 @@ def test_two_steps_are_compared_on_the_examples_of_both(shared):
     assert found["split"] == "val" and found["n"] == 20
     low, high = found["interval"]
     assert low < found["mean_difference"] < high
+    assert found["clear"] == (low > 0 or high < 0)
     with pytest.raises(BadRequest):
         compare.compare(shared, "first", "10")
+
+
+def test_the_same_difference_on_all_examples_is_clear(tmp_path):
+    for step, reward in ((1, 0.0), (2, 1.0)):
+        attempts = [Attempt(number, reward, [], example=f"e{number}") for number in range(6)]
+        found = [Group([attempt], attempt.example) for attempt in attempts]
+        batches.write(batches.path_of(tmp_path, step), {"step": step}, found, {}, split="train")
+    found = compare.compare(_history(tmp_path, _line(1), _line(2)), "1", "2")
+    assert (found["n"], found["mean_difference"], found["interval"]) == (6, 1.0, None)
+    assert found["clear"]
+    assert not compare.compare(Run("p", "n", tmp_path), "1", "1")["clear"]
 
 
 def test_the_audit_sees_length_a_single_part_validation_and_repeated_text(tmp_path):
