@@ -57,6 +57,23 @@ def test_only_appended_lines_are_parsed_and_a_new_file_is_read_anew(tmp_path):
     assert run.history.trained() == [7]
 
 
+def test_a_step_that_is_trained_again_replaces_its_means(tmp_path):
+    run = _history(
+        tmp_path / "n",
+        _line(1, reward=0.9, loss=5.0),
+        '{"step": 1, "val/reward": 0.2}\n{"step": 1, "val/reward": 0.4, "reward": 0.7}\n',
+    )
+    averaged = {"reward": 0.8, "loss": 5.0, "val/reward": 0.3, "num_gradient_steps": 1}
+    assert run.history.steps[1] == pytest.approx(averaged)
+    with (run.directory / HISTORY).open("a") as file:
+        file.write(_line(1, reward=0.3, loss=math.nan))
+    replaced = {"reward": 0.3, "val/reward": 0.3, "num_gradient_steps": 1}
+    assert run.history.steps[1] == pytest.approx(replaced)
+    with (run.directory / HISTORY).open("a") as file:
+        file.write('{"step": 1, "reward": 0.5}\n')
+    assert run.history.steps[1]["reward"] == pytest.approx(0.4), "the count starts over too"
+
+
 def test_a_damaged_history_says_what_is_left_out(tmp_path):
     run = _history(
         tmp_path / "n",
