@@ -11,6 +11,10 @@ from dataclasses import dataclass
 
 METHOD = "95 % interval of the mean over examples (Student's t)"
 Interval = tuple[float, float]
+CLEAR_FROM = 6
+"""Examples with the same difference that make it clear: chance would give all of them one sign with
+p = 2 / 2^6 = 0.031 (the sign test), and 5 of them with 0.063."""
+_RELATIVE, _ABSOLUTE = 1e-9, 1e-12  # numbers that are closer differ by rounding only
 _EXACT_T = (12.7062, 4.3027, 3.1824, 2.7764)  # 97.5 % quantiles at 1 to 4 degrees of freedom
 
 
@@ -18,12 +22,27 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
     """The 95 % confidence interval of the mean, by Student's t.
 
     None for fewer than two values, or where all are equal and say nothing about the spread.
+    Values that differ by rounding only are equal: they would give an interval without a width.
     """
-    if len(values) < 2 or all(value == values[0] for value in values):
+    if len(values) < 2 or all(_is_close(value, values[0]) for value in values):
         return None
     mean = statistics.fmean(values)
     width = _t(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return mean - width, mean + width
+
+
+def is_clear(examples: int, difference: float | None, interval: Interval | None) -> bool:
+    """Whether a mean difference is clear: its interval excludes 0.
+
+    Without an interval all examples differ by the same amount, which is clear from `CLEAR_FROM` on.
+    """
+    if interval is not None:
+        return interval[0] > 0 or interval[1] < 0
+    return difference is not None and abs(difference) > _ABSOLUTE and examples >= CLEAR_FROM
+
+
+def _is_close(one: float, two: float) -> bool:
+    return math.isclose(one, two, rel_tol=_RELATIVE, abs_tol=_ABSOLUTE)
 
 
 def _t(freedom: int) -> float:
@@ -63,8 +82,7 @@ class Paired:
 
     @property
     def clear(self) -> bool:
-        """Whether the interval excludes zero."""
-        return self.interval is not None and (self.interval[0] > 0 or self.interval[1] < 0)
+        return is_clear(self.examples, self.difference, self.interval)
 
 
 def paired(first: Mapping[str, float], second: Mapping[str, float]) -> Paired:

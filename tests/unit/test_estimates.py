@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from trainer.estimates import mean_interval, paired, pass_at_k
+from trainer.estimates import is_clear, mean_interval, paired, pass_at_k
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_the_interval_holds_the_true_mean_95_times_in_100() -> None:
     assert 0.93 < held / 2000 < 0.97
 
 
-@pytest.mark.parametrize("values", [[], [0.5], [1.0, 1.0, 1.0]])
+@pytest.mark.parametrize("values", [[], [0.5], [1.0, 1.0, 1.0], [0.4 - 0.1, 0.5 - 0.2]])
 def test_there_is_no_interval_without_a_spread(values: list[float]) -> None:
     assert mean_interval(values) is None
 
@@ -66,3 +66,19 @@ def test_pairs_are_clear_where_unpaired_means_are_not() -> None:
     one, two = mean_interval(list(first.values())[:4]), mean_interval(list(second.values())[:4])
     assert one and two and one[1] > two[0]  # the intervals of the means overlap
     assert paired({"a": 1.0}, {"b": 1.0}).difference is None
+
+
+@pytest.mark.parametrize("change", [1.0, -1.0])
+def test_the_same_difference_on_all_examples_is_clear_from_6_on(change: float) -> None:
+    for examples in range(1, 51):
+        first = {str(number): 0.0 for number in range(examples)}
+        found = paired(first, dict.fromkeys(first, change))
+        assert found.interval is None and found.difference == change
+        assert found.clear == (examples >= 6), examples
+
+
+def test_no_difference_is_never_clear() -> None:
+    means = {str(number): number / 50 for number in range(50)}
+    assert not paired(means, means).clear
+    assert not paired({}, {}).clear
+    assert not is_clear(50, 1e-17, None)  # a mean that should be 0, and is rounded

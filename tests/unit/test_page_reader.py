@@ -57,6 +57,23 @@ def test_only_appended_lines_are_parsed_and_a_new_file_is_read_anew(tmp_path):
     assert run.history.trained() == [7]
 
 
+def test_a_step_that_is_trained_again_replaces_its_means(tmp_path):
+    run = _history(
+        tmp_path / "n",
+        _line(1, reward=0.9, loss=5.0),
+        '{"step": 1, "val/reward": 0.2}\n{"step": 1, "val/reward": 0.4, "reward": 0.7}\n',
+    )
+    averaged = {"reward": 0.8, "loss": 5.0, "val/reward": 0.3, "num_gradient_steps": 1}
+    assert run.history.steps[1] == pytest.approx(averaged)
+    with (run.directory / HISTORY).open("a") as file:
+        file.write(_line(1, reward=0.3, loss=math.nan))
+    replaced = {"reward": 0.3, "val/reward": 0.3, "num_gradient_steps": 1}
+    assert run.history.steps[1] == pytest.approx(replaced)
+    with (run.directory / HISTORY).open("a") as file:
+        file.write('{"step": 1, "reward": 0.5}\n')
+    assert run.history.steps[1]["reward"] == pytest.approx(0.4), "the count starts over too"
+
+
 def test_a_damaged_history_says_what_is_left_out(tmp_path):
     run = _history(
         tmp_path / "n",
@@ -193,8 +210,20 @@ def test_two_steps_are_compared_on_the_examples_of_both(shared):
     assert found["split"] == "val" and found["n"] == 20
     low, high = found["interval"]
     assert low < found["mean_difference"] < high
+    assert found["clear"] == (low > 0 or high < 0)
     with pytest.raises(BadRequest):
         compare.compare(shared, "first", "10")
+
+
+def test_the_same_difference_on_all_examples_is_clear(tmp_path):
+    for step, reward in ((1, 0.0), (2, 1.0)):
+        attempts = [Attempt(number, reward, [], example=f"e{number}") for number in range(6)]
+        found = [Group([attempt], attempt.example) for attempt in attempts]
+        batches.write(batches.path_of(tmp_path, step), {"step": step}, found, {}, split="train")
+    found = compare.compare(_history(tmp_path, _line(1), _line(2)), "1", "2")
+    assert (found["n"], found["mean_difference"], found["interval"]) == (6, 1.0, None)
+    assert found["clear"]
+    assert not compare.compare(Run("p", "n", tmp_path), "1", "1")["clear"]
 
 
 def test_the_audit_sees_length_a_single_part_validation_and_repeated_text(tmp_path):

@@ -222,6 +222,9 @@ class Comparison(BaseModel):
     paired: list[Pair]
     mean_difference: float | None
     interval: tuple[float, float] | None
+    """None for a single example, or if the difference is the same on all of them."""
+    clear: bool
+    """Whether the interval excludes 0, or 6 or more examples all have the same difference."""
     n: int
 
 

@@ -2,7 +2,7 @@
 
 from kit.types import Json
 from trainer.errors import BadRequest
-from trainer.estimates import mean_interval
+from trainer.estimates import is_clear, mean_interval
 from trainer.page import batches
 from trainer.page.examples import means_at
 from trainer.page.reader import Run
@@ -30,12 +30,14 @@ def compare(run: Run, a: str, b: str, other: Run | None = None) -> Json:
         if (one := left["means"][name], two := right["means"][name])
     ]
     differences = [float(pair["difference"]) for pair in paired]
+    mean = sum(differences) / len(differences) if differences else None
+    interval = mean_interval(differences)
     return {
         "a": _described(left),
         "b": _described(right),
         **{"split": split, "paired": paired, "n": len(paired)},
-        "mean_difference": sum(differences) / len(differences) if differences else None,
-        "interval": mean_interval(differences),
+        **{"mean_difference": mean, "interval": interval},
+        "clear": is_clear(len(paired), mean, interval),
     }
 
 

@@ -22,7 +22,7 @@ class Difference(BaseModel):
     better: int
     worse: int
     clear: bool
-    """Whether the interval excludes 0."""
+    """Whether the interval excludes 0, or 6 or more examples all have the same difference."""
 
 
 class EvalModel(BaseModel):

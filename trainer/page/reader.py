@@ -57,6 +57,12 @@ class History:
         if step is None or isinstance(step, bool) or step < 0:
             raise ValueError("a line without a step")
         means = self.steps.setdefault(step, {})
+        if TRAINED in line and TRAINED in means:
+            # The step was trained again after its checkpoint was deleted: the first time is void.
+            # A new dict, because other threads may be reading this one.
+            means = {name: mean for name, mean in means.items() if name not in line}
+            for name in line:
+                self._counts.pop((step, name), None)
         when = line.get("recorded_at")
         if TRAINED in line and (recorded := finite(when)) is not None:
             self.recorded[step] = recorded
@@ -71,6 +77,7 @@ class History:
                 means[name] += (value - means[name]) / count
             else:
                 means[name] = value
+        self.steps[step] = means
 
     def columns(self) -> list[str]:
         return sorted({name for means in list(self.steps.values()) for name in means})

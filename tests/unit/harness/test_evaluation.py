@@ -43,7 +43,23 @@ def test_the_table_says_who_is_better_and_why(project: Project) -> None:
     assert first[1] == "0.750" and first[-2:] == ["8", "0"]
     assert second[1] == "+0.750" and second[-3:] == ["6", "0", "2"]
     assert "agent@1 is better than tiny@base on 8 examples: the interval excludes 0." in lines
+    same = "the difference is the same on all 8"
+    assert f"agent@2 is better than tiny@base on 8 examples: {same}." in lines
     assert "Results: out/evals/questions.jsonl" in result.stderr
+
+
+def test_the_same_difference_on_few_examples_is_not_clear(project: Project) -> None:
+    lines = project.run("-m", "tiny@base", "-m", "agent@2", "--examples", "5").stdout.splitlines()
+    same = "the difference is the same on all 5, but they are too few"
+    assert f"agent@2: no clear difference to tiny@base on 5 examples: {same}." in lines
+
+
+def test_models_that_score_the_same_have_no_clear_difference(
+    project: Project, endpoint: Endpoint
+) -> None:
+    endpoint.reply = lambda model, question, number: question
+    lines = project.run("-m", "tiny@base", "-m", "agent@2").stdout.splitlines()
+    assert "agent@2: no clear difference to tiny@base on 8 examples." in lines
 
 
 @pytest.mark.parametrize("width", [80, 200])

@@ -76,11 +76,21 @@ def sentences(summary: Json) -> list[str]:
 def _verdict(model: str, paired: Json) -> str:
     if paired["difference"] is None:
         return f"{model} and {paired['against']} have no example in common."
-    common = f"on {paired['examples']} examples"
+    examples, interval = paired["examples"], paired["interval"]
+    common = f"{paired['against']} on {examples} examples"
+    same = f"the difference is the same on all {examples}"
     if not paired["clear"]:
-        return f"{model}: no clear difference to {paired['against']} {common}."
+        # Without an interval the table has a dash, which says nothing about the reason.
+        few = f": {same}, but they are too few" if _same(paired) else ""
+        return f"{model}: no clear difference to {common}{few}."
     word = "better" if paired["difference"] > 0 else "worse"
-    return f"{model} is {word} than {paired['against']} {common}: the interval excludes 0."
+    return f"{model} is {word} than {common}: {'the interval excludes 0' if interval else same}."
+
+
+def _same(paired: Json) -> bool:
+    """Whether all of several examples differ, and by the same amount."""
+    changed = paired["better"] + paired["worse"]
+    return paired["interval"] is None and paired["examples"] == changed > 1
 
 
 def _number(value: float | None, sign: str = "") -> str:

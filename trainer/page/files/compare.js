@@ -59,14 +59,13 @@ export function compare(body, app) {
   function show(found, before, after) {
     const { paired, mean_difference: mean, interval, n } = found;
     if (!n) return fill(result, empty(`${before} and ${after} have no example in common.`, "Compare steps that attempted the same examples, for example two validations."));
-    const sure = interval && (interval[0] > 0 || interval[1] < 0);
     const rows = [...paired].sort((one, other) => Math.abs(other.difference) - Math.abs(one.difference));
     const values = column(rows.flatMap((row) => [row.a, row.b]));
     const most = Math.max(1e-9, ...rows.map((row) => Math.abs(row.difference)));
     fill(result,
       h("p", { class: "lead" }, `On ${count(n, found.split === "val" ? "validation example" : "training example")} that both have, ${after} scores `, h("strong", {}, signed(mean)), ` against ${before}`,
         interval ? ` (95 % interval ${signed(interval[0])} to ${signed(interval[1])}).` : "."),
-      h("p", { class: "quiet-text" }, !interval ? "There are too few examples for an interval." : sure ? "The interval excludes zero: chance alone is an unlikely reason." : "The interval holds zero: chance alone may be the reason."),
+      h("p", { class: "quiet-text" }, certainty(found)),
       table([
         { title: "Example", cell: (row) => String(row.example), class: "name" },
         { title: before, numeric: true, cell: (row) => values(row.a) },
@@ -79,6 +78,14 @@ export function compare(body, app) {
   }
 
   return { update };
+}
+
+/** Whether chance alone may be the reason for the difference, and how that is known. */
+export function certainty({ interval, clear, n, mean_difference: mean }) {
+  if (!interval && n < 2) return "There are too few examples for an interval.";
+  const known = interval ? `The interval ${clear ? "excludes" : "holds"} zero` : `The difference is the same on all ${n} examples`;
+  if (clear) return `${known}: chance alone is an unlikely reason.`;
+  return interval || mean ? `${known}${interval ? "" : ", which are few"}: chance alone may be the reason.` : `${known}.`;
 }
 
 function name(side) {

@@ -125,16 +125,21 @@ function lost(counts) {
   return rows.length ? rows.map(([reason, number]) => `${number} ${reason.replaceAll("_", " ")}`).join(", ") : "none";
 }
 
-function sentences(one) {
-  const said = one.models.filter((row) => row.paired).map(({ model, paired }) => {
+export function verdicts(one) {
+  return one.models.filter((row) => row.paired).map(({ model, paired }) => {
     if (!Number.isFinite(paired.difference)) return `${model} and ${paired.against} have no example in common.`;
     const on = `on ${count(paired.examples, "example")}`;
-    if (!paired.clear) return `${model}: no clear difference to ${paired.against} ${on}.`;
-    return `${model} is ${paired.difference > 0 ? "better" : "worse"} than ${paired.against} ${on}: the interval excludes zero.`;
+    const same = `the difference is the same on all ${paired.examples}`;
+    const alike = !paired.interval && paired.examples > 1 && paired.better + paired.worse === paired.examples;
+    if (!paired.clear) return `${model}: no clear difference to ${paired.against} ${on}${alike ? `: ${same}, but they are too few` : ""}.`;
+    return `${model} is ${paired.difference > 0 ? "better" : "worse"} than ${paired.against} ${on}: ${paired.interval ? "the interval excludes zero" : same}.`;
   });
+}
+
+function sentences(one) {
   const method = `${one.interval_method}. Differences are paired by example.`;
   const passes = one.success && one.models[0]?.pass_at.length ? ` A run passes if its ${one.success}.` : "";
-  return h("div", { class: "eval-words" }, said.map((text) => h("p", {}, text)), h("p", { class: "quiet-text small" }, method + passes));
+  return h("div", { class: "eval-words" }, verdicts(one).map((text) => h("p", {}, text)), h("p", { class: "quiet-text small" }, method + passes));
 }
 
 function card(it, scales, text) {

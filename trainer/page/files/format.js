@@ -3,14 +3,15 @@
 const GROUPED = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 
 /** A number with about three digits that matter; a dash where there is none. */
-export function num(value, digits = 3) {
+export function num(value) {
   if (!Number.isFinite(value)) return "–";
   if (value === 0) return "0";
   const size = Math.abs(value);
-  if (size >= 10000) return GROUPED.format(value);
+  if (size >= 9999.5) return GROUPED.format(value);
   if (size < 1e-3) return value.toExponential(1).replaceAll("-", "−");
   if (Number.isInteger(value)) return minus(String(value));
-  return minus(size >= 1000 ? value.toFixed(0) : value.toPrecision(digits).replace(/e.*/, ""));
+  // From 999.5 on toPrecision(3) would round to 1.00e+3.
+  return minus(size >= 999.5 ? value.toFixed(0) : value.toPrecision(3));
 }
 
 /** A tick of an axis: no zeros at the end. */

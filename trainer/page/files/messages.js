@@ -31,12 +31,38 @@ function pieces(text, base) {
   return differences(base, text).map(([piece, differs]) => (differs ? h("mark", {}, piece) : piece));
 }
 
+const JSON_TOKENS = /"(?:[^"\\]+|\\.)*"|[{}[\],:]|[^\s{}[\],:"]+/g;
+const DEEPEST = 100; // levels that are indented: deeper ones would take a square of the text's length
+
+/** JSON with a line per value. Numbers stay as written: parsed ones lose digits, and 1.0 becomes 1. */
+export function indented(json) {
+  JSON.parse(json); // throws if it is not JSON
+  const tokens = json.match(JSON_TOKENS);
+  const opens = (token) => token === "{" || token === "[";
+  const closes = (token) => token === "}" || token === "]";
+  let depth = 0;
+  const line = () => `\n${"  ".repeat(Math.min(depth, DEEPEST))}`;
+  return tokens.map((token, at) => {
+    if (opens(token)) {
+      depth += 1;
+      return closes(tokens[at + 1]) ? token : token + line();
+    }
+    if (closes(token)) {
+      depth -= 1;
+      return opens(tokens[at - 1]) ? token : line() + token;
+    }
+    if (token === ",") return token + line();
+    if (token === ":") return ": ";
+    return token.startsWith('"') ? JSON.stringify(JSON.parse(token)) : token; // é instead of \u00e9
+  }).join("");
+}
+
 function call(it) {
   const called = it?.function ?? it ?? {};
   let words = called.arguments;
   if (typeof words === "string") {
     try {
-      words = JSON.stringify(JSON.parse(words), null, 2);
+      words = indented(words);
     } catch { /* shown as the model wrote it */ }
   } else words = JSON.stringify(words ?? {}, null, 2);
   return h("div", { class: "call" }, h("div", { class: "call-name" }, "calls ", h("code", {}, called.name ?? "a tool")), h("pre", {}, words));
