@@ -191,7 +191,10 @@ class Llm:
         self._rollout.rewards.append(number)
 
     async def chat(self, messages: list[Json], **settings: Any) -> Json:
-        """Request a completion; return its first message, with `content` or `tool_calls`."""
+        """Request a completion; return its first message, with `content` or `tool_calls`.
+
+        `logprobs=None` leaves the field out, for endpoints that refuse it.
+        """
         # Our gateway records the logprobs itself, and is asked for them once.
         records = self._endpoint.records
         body = {
@@ -201,6 +204,8 @@ class Llm:
             **self.config.sampling,
             **settings,
         }
+        if body.get("logprobs", False) is None:
+            del body["logprobs"]
         answer = await self._endpoint.chat(self.base_url, body)
         self._rollout.completions += [
             Completion(
