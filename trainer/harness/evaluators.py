@@ -15,7 +15,7 @@ from trainer.harness import components as configs
 from trainer.harness.judges import LlmJudge, Ruler
 from trainer.harness.llm import Llms
 from trainer.harness.scorers import inspect_scorer, math_verify
-from trainer.harness.scores import Score, parse_score
+from trainer.harness.scores import Score, expected_answer, parse_score
 from trainer.harness.types import Failure, WorkflowRun
 from trainer.harness.user_code import call, create_component, import_object, within
 
@@ -205,7 +205,7 @@ def _output(run: WorkflowRun, config: configs.ExactMatchConfig | configs.Contain
 
 
 def _answer(run: WorkflowRun, config: configs.ExactMatchConfig | configs.ContainsConfig) -> str:
-    return _normalize(run.example.answer, config)
+    return _normalize(expected_answer(run, config.type), config)
 
 
 def _normalize(value: Any, config: configs.ExactMatchConfig | configs.ContainsConfig) -> str:
@@ -225,9 +225,10 @@ def _regex(config: configs.RegexConfig) -> Callable[[WorkflowRun], float]:
 
     def score(run: WorkflowRun) -> float:
         match = pattern.search(str(run.output))
-        if not match or not pattern.groups:
+        if not pattern.groups:
             return float(match is not None)
-        return float((match[1] or "").strip() == str(run.example.answer).strip())
+        answer = expected_answer(run, config.type)
+        return float(match is not None and (match[1] or "").strip() == answer.strip())
 
     return score
 

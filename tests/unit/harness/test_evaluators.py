@@ -1,16 +1,20 @@
 """Evaluators return the documented scores, and an error in one loses a run, not the epoch."""
 
 import math
+import sys
+from types import ModuleType
 from typing import Any
 
 import pydantic
 import pytest
 
 from kit.errors import ConfigError
+from trainer.errors import BadScore
 from trainer.harness import components as configs
 from trainer.harness import evaluators as module
 from trainer.harness.evaluators import EachRun, Scorer, WeightedSum, load_evaluators
 from trainer.harness.llm import Llms
+from trainer.harness.scorers import math_verify
 from trainer.harness.types import Example, Failure, WorkflowRun
 
 
@@ -54,6 +58,39 @@ async def test_a_text_evaluator_scores_the_output(
     config: dict[str, Any], output: Any, expected: float
 ) -> None:
     assert await score({"reward": config}, run(output)) == [expected]
+
+
+@pytest.mark.parametrize("answer", [None, "", " \n"])
+@pytest.mark.parametrize("output", ["", "None", "$None$ is it"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"_type": "exact_match"},
+        {"_type": "exact_match", "strip": False},
+        {"_type": "contains"},
+        {"_type": "regex", "pattern": "(.*)"},
+        {"_type": "regex", "pattern": "answer: (.*)"},
+    ],
+)
+async def test_an_example_without_an_answer_has_no_score_from_a_comparison(
+    config: dict[str, Any], output: str, answer: Any
+) -> None:
+    one = run(output, answer)
+    assert await score({"reward": config}, one) == [None]
+    assert one.failure is Failure.EVALUATOR and "Example `e` has no answer" in one.error
+
+
+async def test_a_pattern_without_a_group_and_a_falsy_answer_are_compared_as_before() -> None:
+    assert await score({"r": {"_type": "regex", "pattern": "^P"}}, run("Paris", None)) == [1.0]
+    assert await score({"r": {"_type": "exact_match"}}, run("0", 0)) == [1.0]
+    assert await score({"r": {"_type": "contains"}}, run("It is false", False)) == [1.0]
+
+
+def test_math_verify_has_no_score_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", ModuleType("math_verify"))
+    compare = math_verify(configs.MathVerifyConfig(_type="math_verify"))
+    with pytest.raises(BadScore, match="Example `e` has no answer, which the evaluator `math_ver"):
+        compare(run("None", None))
 
 
 @pytest.mark.parametrize(
