@@ -105,12 +105,13 @@ class Endpoint:
                 await asyncio.sleep(min(5.0, 0.2 * 2**attempt) * random.uniform(0.5, 1))
             try:
                 response = await self.http.request(method, url, json=body)
-            except httpx.TimeoutException as exc:
+            except (httpx.ReadTimeout, httpx.WriteTimeout) as exc:
                 raise LlmUnavailable(
                     f"LLM `{self.name}` did not answer within {self.config.request_timeout:g} s"
                 ) from exc
-            except httpx.TransportError as exc:
-                problem = f"Cannot reach LLM `{self.name}` at `{self.root}`: {exc}"
+            except httpx.TransportError as exc:  # also if connecting takes too long
+                reason = str(exc) or type(exc).__name__  # timeouts of httpx have no message
+                problem = f"Cannot reach LLM `{self.name}` at `{self.root}`: {reason}"
                 continue
             if response.status_code in (429, 502, 503):
                 problem = f"LLM `{self.name}` answered {response.status_code}"
