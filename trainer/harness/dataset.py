@@ -53,14 +53,18 @@ def _own_rows(dataset: CustomConfig) -> Iterator[tuple[int, Any]]:
 def _rows(file: Path, kind: str, faults: list[str]) -> Iterator[tuple[int, Any]]:
     """Yield (line or entry number, entry) for every entry that can be parsed."""
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as exc:
+        text = file.read_text(encoding="utf-8-sig")  # Excel starts files with a mark
+    except UnicodeDecodeError as exc:
+        raise ConfigError(
+            f"The dataset `{file}` is not encoded as UTF-8: {exc}", hint="Save it as UTF-8"
+        ) from exc
+    except OSError as exc:
         raise ConfigError(
             f"Cannot read the dataset `{file}`: {exc}",
             hint="Check `eval.general.dataset.file_path` and the working directory",
         ) from exc
     if kind == "csv":
-        yield from enumerate(csv.DictReader(io.StringIO(text, newline="")), 2)
+        yield from _csv_rows(text, faults)
         return
     if kind == "json" and text.lstrip().startswith("["):
         try:
@@ -76,6 +80,24 @@ def _rows(file: Path, kind: str, faults: list[str]) -> Iterator[tuple[int, Any]]
             yield number, json_text.parse(line)
         except json.JSONDecodeError as exc:
             faults.append(f"line {number}: not valid JSON ({exc.msg})")
+
+
+def _csv_rows(text: str, faults: list[str]) -> Iterator[tuple[int, Any]]:
+    """Yield (line, row). A row over several lines is known by its last one."""
+    reader = csv.DictReader(io.StringIO(text, newline=""))
+    try:
+        for row in reader:
+            if None in row:  # values in the wrong columns, most likely
+                faults.append(
+                    f"line {reader.line_num}: more values than columns (quote values with commas)"
+                )
+            else:
+                yield reader.line_num, row
+    except csv.Error as exc:
+        # `line_num` is still that of the row before. A quote that is never closed makes one field
+        # of all that follows it, so the line where this row starts is the one to look at.
+        start = reader.line_num + 1
+        faults.append(f"line {start}: not valid CSV ({exc}; close its quotes, or use JSON Lines)")
 
 
 def _examples(

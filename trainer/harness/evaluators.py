@@ -15,7 +15,7 @@ from trainer.harness import components as configs
 from trainer.harness.judges import LlmJudge, Ruler
 from trainer.harness.llm import Llms
 from trainer.harness.scorers import inspect_scorer, math_verify
-from trainer.harness.scores import Score, parse_score
+from trainer.harness.scores import Score, expected_answer, parse_score
 from trainer.harness.types import Failure, WorkflowRun
 from trainer.harness.user_code import call, create_component, import_object, within
 
@@ -61,92 +61,112 @@ class FastFunction:
 class WeightedSum:
     """Adds up the weighted scores of other evaluators, and keeps each score as a metric."""
 
-    def __init__(self, parts: Mapping[str, Evaluator], weights: Mapping[str, float]) -> None:
-        self._parts = parts
-        self._weights = weights
+    def __init__(self, weights: Mapping[str, float]) -> None:
+        self.weights = weights
 
-    async def score(self, runs: Sequence[WorkflowRun]) -> list[Any]:
-        names = list(self._weights)
-        by_part = await asyncio.gather(*(self._parts[name].score(runs) for name in names))
-        result: list[Any] = []
-        for run, scores in zip(runs, zip(*by_part, strict=True), strict=True):
-            try:
-                parsed = {
-                    name: parse_score(score, name, run)
-                    for name, score in zip(names, scores, strict=True)
-                }
-            except BadScore as error:
-                result.append(error)
-                continue
-            total = Score(sum(self._weights[name] * part.reward for name, part in parsed.items()))
-            for part in parsed.values():
-                total.metrics |= part.metrics
-                total.reasons |= part.reasons
-            total.metrics |= {name: part.reward for name, part in parsed.items()}
-            result.append(total)
-        return result
+    def combine(self, scores: Mapping[str, Score | BadScore]) -> Score | BadScore:
+        """Combine the scores that the evaluators gave one run."""
+        parts: dict[str, Score] = {}
+        for name in self.weights:
+            part = scores[name]
+            if isinstance(part, BadScore):
+                return part
+            parts[name] = part
+        total = Score(sum(self.weights[name] * part.reward for name, part in parts.items()))
+        for part in parts.values():
+            total.metrics |= part.metrics
+            total.reasons |= part.reasons
+        total.metrics |= {name: part.reward for name, part in parts.items()}
+        return total
 
 
 class Scorer:
     """All evaluators of a config: one gives the reward, the others give metrics."""
 
     def __init__(
-        self, evaluators: Mapping[str, Evaluator], reward: str, timeout: float | None = None
+        self,
+        evaluators: Mapping[str, Evaluator | WeightedSum],
+        reward: str,
+        timeout: float | None = None,
     ) -> None:
         """`timeout`: seconds for one evaluator on the runs of one example."""
-        self._evaluators = evaluators
+        self._evaluators: dict[str, Evaluator] = {}
+        self._sums: dict[str, WeightedSum] = {}
+        for name, evaluator in evaluators.items():
+            if isinstance(evaluator, WeightedSum):
+                self._sums[name] = evaluator
+            else:
+                self._evaluators[name] = evaluator
+        summed = {part for total in self._sums.values() for part in total.weights}
+        self._parts = [name for name in self._evaluators if name in summed]
         self._reward = reward
         self._timeout = timeout
 
     async def score(self, runs: Sequence[WorkflowRun]) -> None:
-        """Set the reward and metrics of all runs of one example. A run without a score fails."""
+        """Set the reward and metrics of all runs of one example. A run without a score fails.
+
+        Every evaluator scores the runs once, however many sums it is part of: a judge costs money,
+        and its next verdict may be another one.
+        """
         runs = [run for run in runs if run.failure is None]
         if not runs:
             return
-        for name, evaluator in self._evaluators.items():
-            try:
-                scores = await within(self._timeout, evaluator.score(runs))
-                if len(scores) != len(runs):
-                    raise BadScore(
-                        f"Evaluator `{name}` returned {len(scores)} scores for {len(runs)} runs"
-                    )
-            except Exception as error:  # an error in the user's code loses runs, not the training
-                scores = [error] * len(runs)
-            for run, score in zip(runs, scores, strict=True):
-                self._record(run, name, score)
+        scores = {
+            name: await self._scores(name, runs)
+            for name in self._evaluators
+            if name not in self._parts
+        }
+        parts = await asyncio.gather(*(self._scores(name, runs) for name in self._parts))
+        scores |= zip(self._parts, parts, strict=True)
+        for number, run in enumerate(runs):
+            found = {name: by_run[number] for name, by_run in scores.items()}
+            found |= {name: total.combine(found) for name, total in self._sums.items()}
+            for name, score in found.items():
+                if name not in self._parts or name == self._reward:  # a sum has those of its parts
+                    self._record(run, name, score)
 
-    def _record(self, run: WorkflowRun, name: str, score: Any) -> None:
+    async def _scores(self, name: str, runs: Sequence[WorkflowRun]) -> list[Score | BadScore]:
+        """Return what one evaluator gives each run."""
+        try:
+            scores = await within(self._timeout, self._evaluators[name].score(runs))
+            if len(scores) != len(runs):
+                raise BadScore(
+                    f"Evaluator `{name}` returned {len(scores)} scores for {len(runs)} runs"
+                )
+        except Exception as error:  # an error in the user's code loses runs, not the training
+            scores = [error] * len(runs)
+        parsed: list[Score | BadScore] = []
+        for run, score in zip(runs, scores, strict=True):
+            try:
+                parsed.append(parse_score(score, name, run))
+            except BadScore as error:
+                parsed.append(error)
+        return parsed
+
+    def _record(self, run: WorkflowRun, name: str, score: Score | BadScore) -> None:
         if run.failure is not None:
             return
-        try:
-            found = parse_score(score, name, run)
-        except BadScore as error:
-            run.fail(Failure.EVALUATOR, error.message)
+        if isinstance(score, BadScore):
+            run.fail(Failure.EVALUATOR, score.message)
             return
-        run.metrics.update(found.metrics)
-        run.reasons.update(found.reasons)
+        run.metrics.update(score.metrics)
+        run.reasons.update(score.reasons)
         if name == self._reward:
-            run.reward = found.reward
+            run.reward = score.reward
         else:
-            run.metrics[name] = found.reward
+            run.metrics[name] = score.reward
 
 
 def load_evaluators(
-    configured: Mapping[str, Any],
-    llms: Llms,
-    *,
-    reward: str | None = None,
-    environment: Evaluator | None = None,
-) -> dict[str, Evaluator]:
-    """Create the evaluators of a config.
-
-    A weighted sum scores its parts itself, so they are left out, except for `reward`.
-    """
-    created: dict[str, Evaluator] = {
+    configured: Mapping[str, Any], llms: Llms, *, environment: Evaluator | None = None
+) -> dict[str, Evaluator | WeightedSum]:
+    """Create the evaluators of a config."""
+    created = {
         name: _create(config, llms, environment)
         for name, config in configured.items()
         if not isinstance(config, configs.WeightedSumConfig)
     }
+    sums: dict[str, WeightedSum] = {}
     for name, config in configured.items():
         if isinstance(config, configs.WeightedSumConfig):
             if nested := [part for part in config.weights if part not in created]:
@@ -154,19 +174,8 @@ def load_evaluators(
                     f"`eval.evaluators.{name}` includes `{nested[0]}`, which is a weighted sum too",
                     hint=f"Weight the parts of `{nested[0]}` directly",
                 )
-            parts = {part: created[part] for part in config.weights}
-            created[name] = WeightedSum(parts, config.weights)
-    summed = {
-        part
-        for config in configured.values()
-        if isinstance(config, configs.WeightedSumConfig)
-        for part in config.weights
-    }
-    return {
-        name: evaluator
-        for name, evaluator in created.items()
-        if name not in summed or name == reward
-    }
+            sums[name] = WeightedSum(config.weights)
+    return {**created, **sums}
 
 
 def _create(config: Any, llms: Llms, environment: Evaluator | None) -> Evaluator:
@@ -205,7 +214,7 @@ def _output(run: WorkflowRun, config: configs.ExactMatchConfig | configs.Contain
 
 
 def _answer(run: WorkflowRun, config: configs.ExactMatchConfig | configs.ContainsConfig) -> str:
-    return _normalize(run.example.answer, config)
+    return _normalize(expected_answer(run, config.type), config)
 
 
 def _normalize(value: Any, config: configs.ExactMatchConfig | configs.ContainsConfig) -> str:
@@ -225,9 +234,10 @@ def _regex(config: configs.RegexConfig) -> Callable[[WorkflowRun], float]:
 
     def score(run: WorkflowRun) -> float:
         match = pattern.search(str(run.output))
-        if not match or not pattern.groups:
+        if not pattern.groups:
             return float(match is not None)
-        return float((match[1] or "").strip() == str(run.example.answer).strip())
+        answer = expected_answer(run, config.type)
+        return float(match is not None and (match[1] or "").strip() == answer.strip())
 
     return score
 

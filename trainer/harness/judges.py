@@ -40,7 +40,7 @@ class LlmJudge:
             'Reply with JSON such as {"reason": "one sentence", "score": 0.7}, where the score is '
             "between 0 (worst) and 1 (best), and with nothing else."
         )
-        reply = await _judge(self._llms, self._config.llm).ask(prompt)
+        reply = await _ask(self._llms, self._config.llm, prompt)
         try:
             return _read_verdict(_without_thoughts(reply))
         except (ValueError, TypeError, LookupError, RecursionError):
@@ -71,7 +71,7 @@ class Ruler:
             f"Reply with a JSON list of {len(runs)} objects in the order of the attempts, such as "
             '[{"reason": "one sentence", "score": 0.7}, …], and nothing else.'
         )
-        reply = await _judge(self._llms, self._config.llm).ask(prompt)
+        reply = await _ask(self._llms, self._config.llm, prompt)
         try:
             verdicts = _read_verdicts(_without_thoughts(reply))
         except (ValueError, TypeError, LookupError, RecursionError):
@@ -141,5 +141,7 @@ def _verdict(item: Any) -> Verdict:
     return {"reward": float(score), "reason": reason}
 
 
-def _judge(llms: Llms, name: str) -> Any:
-    return llms.handle(f"judge-{uuid.uuid4().hex}", name)
+async def _ask(llms: Llms, name: str, prompt: str) -> str:
+    # A verdict is never trained on, and reasoning models refuse requests with `logprobs`.
+    judge = llms.handle(f"judge-{uuid.uuid4().hex}", name)
+    return await judge.ask(prompt, logprobs=None)

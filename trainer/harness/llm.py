@@ -105,12 +105,13 @@ class Endpoint:
                 await asyncio.sleep(min(5.0, 0.2 * 2**attempt) * random.uniform(0.5, 1))
             try:
                 response = await self.http.request(method, url, json=body)
-            except httpx.TimeoutException as exc:
+            except (httpx.ReadTimeout, httpx.WriteTimeout) as exc:
                 raise LlmUnavailable(
                     f"LLM `{self.name}` did not answer within {self.config.request_timeout:g} s"
                 ) from exc
-            except httpx.TransportError as exc:
-                problem = f"Cannot reach LLM `{self.name}` at `{self.root}`: {exc}"
+            except httpx.TransportError as exc:  # also if connecting takes too long
+                reason = str(exc) or type(exc).__name__  # timeouts of httpx have no message
+                problem = f"Cannot reach LLM `{self.name}` at `{self.root}`: {reason}"
                 continue
             if response.status_code in (429, 502, 503):
                 problem = f"LLM `{self.name}` answered {response.status_code}"
@@ -191,7 +192,10 @@ class Llm:
         self._rollout.rewards.append(number)
 
     async def chat(self, messages: list[Json], **settings: Any) -> Json:
-        """Request a completion; return its first message, with `content` or `tool_calls`."""
+        """Request a completion; return its first message, with `content` or `tool_calls`.
+
+        `logprobs=None` leaves the field out, for endpoints that refuse it.
+        """
         # Our gateway records the logprobs itself, and is asked for them once.
         records = self._endpoint.records
         body = {
@@ -201,6 +205,8 @@ class Llm:
             **self.config.sampling,
             **settings,
         }
+        if body.get("logprobs", False) is None:
+            del body["logprobs"]
         answer = await self._endpoint.chat(self.base_url, body)
         self._rollout.completions += [
             Completion(

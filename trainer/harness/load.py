@@ -21,9 +21,7 @@ def load_runner(
 ) -> Runner:
     """Build the runner. The workflow calls `llms`, and evaluators that ask an LLM call `judges`."""
     general = config.eval.general
-    evaluators = load_evaluators(
-        config.evaluators, judges, reward=config.reward_name, environment=environment
-    )
+    evaluators = load_evaluators(config.evaluators, judges, environment=environment)
     workflow: Workflow
     if environment is not None:
         workflow = environment.run

@@ -45,23 +45,34 @@ def write_jsonl(path: Path, rows: Iterable[Json]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with temporary.open("w", encoding="utf-8") as file:
-        file.writelines(_line(row) + "\n" for row in rows)
+        file.writelines(json_line(row) + "\n" for row in rows)
     temporary.replace(path)
 
 
 def plain(row: Json) -> Json:
     """Return a row as it reads in a file: JSON alone, whatever an agent put into it."""
-    read: Json = json.loads(_line(row))
+    read: Json = json.loads(json_line(row))
     return read
 
 
-def _line(row: Json) -> str:
+def json_line(row: Json) -> str:
     """A row as JSON. An agent may output any object, which must not make the epoch fail."""
     try:
-        return json.dumps(clean(row), default=text_of)
+        return _json(row)
     except Exception:  # an object without an end, or a number too long to print
-        plain = {name: text_of(value) for name, value in row.items()}
-        return json.dumps(plain)
+        return json.dumps({name: _or_text(value) for name, value in row.items()})
+
+
+def _json(value: Any) -> str:
+    return json.dumps(clean(value), default=text_of)
+
+
+def _or_text(value: Any) -> Any:
+    """The value as JSON has it, or its text: the other fields of a row keep their types."""
+    try:
+        return json.loads(_json(value))
+    except Exception:
+        return text_of(value)
 
 
 def read_json(path: Path, default: Any) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 from kit.errors import ConfigError, NotInstalled
 from trainer.errors import BadScore
 from trainer.harness.components import InspectScorerConfig, MathVerifyConfig
+from trainer.harness.scores import expected_answer
 from trainer.harness.types import WorkflowRun
 from trainer.harness.user_code import import_object
 from trainer.processes.worker import environment_without_keys
@@ -46,7 +47,7 @@ def math_verify(config: MathVerifyConfig) -> Callable[[WorkflowRun], float]:
     worker = MathWorker()
 
     def score(run: WorkflowRun) -> float:
-        gold = str(run.example.answer)
+        gold = expected_answer(run, config.type)
         # Bare LaTeX is only found between dollars. Plain numbers are found in both forms.
         gold = gold if "$" in gold or "\\boxed" in gold else f"${gold}$"
         return worker.score(gold, str(run.output), config.precision, config.strict)

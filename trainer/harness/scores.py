@@ -53,6 +53,21 @@ def parse_score(score: Any, name: str, run: WorkflowRun) -> Score:
     return found
 
 
+def expected_answer(run: WorkflowRun, evaluator: str) -> str:
+    """Return the example's answer as text, or raise `BadScore` if there is none.
+
+    An empty text is part of every output, so comparing with it would reward anything.
+    """
+    answer = run.example.answer
+    text = "" if answer is None else str(answer)
+    if not text.strip():
+        raise BadScore(
+            f"Example `{run.example.id}` has no answer, which the evaluator `{evaluator}` needs",
+            hint="Add an answer, or check `eval.general.dataset.structure.answer_key`",
+        )
+    return text
+
+
 def _add(found: Score, name: str, key: str, value: Any) -> None:
     """Keep one entry of a dict: a number is a metric, a text is a reason, None is absent."""
     if key == "reward" or value is None:

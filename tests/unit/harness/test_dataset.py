@@ -88,3 +88,40 @@ def test_line_breaks_within_a_cell_or_a_string_are_kept(tmp_path: Path) -> None:
     text = write(tmp_path, '{"id": 1, "question": "a\u2028b", "answer": "x"}\n')
     (example,) = load_examples(dataset(text))
     assert example.question == "a\u2028b"
+
+
+def test_a_row_with_more_values_than_columns_is_a_fault_with_its_line(tmp_path: Path) -> None:
+    rows = 'id,question,answer\n\n1,"one, two\nthree",x\n2,one, two,x\n3,b?,x\n'
+    with pytest.raises(ConfigError, match="has 1 fault: line 5: more values than columns"):
+        load_examples(dataset(write(tmp_path, rows), "csv"))
+
+
+@pytest.mark.parametrize("row", ["2,{},x\n", '2,"{},x\n3,b?,x\n'])
+def test_a_value_too_long_for_csv_is_a_fault_with_its_line(tmp_path: Path, row: str) -> None:
+    rows = "id,question,answer\n1,a?,x\n" + row.format("b" * 131_073)
+    with pytest.raises(ConfigError, match=r"has 1 fault: line 3: not valid CSV \(field larger"):
+        load_examples(dataset(write(tmp_path, rows), "csv"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("csv", "id,question,answer\n1,é?,x\n"),
+        ("json", '[{"id": 1, "question": "é?"}]'),
+        ("jsonl", '{"id": 1, "question": "é?"}\n'),
+    ],
+)
+def test_a_file_may_start_with_a_byte_order_mark(tmp_path: Path, kind: str, text: str) -> None:
+    path = tmp_path / "data"
+    path.write_text(text, encoding="utf-8-sig")
+    (example,) = load_examples(dataset(path, kind))
+    assert (example.id, example.question) == ("1", "é?")
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_the_hint_for_another_encoding_says_so(tmp_path: Path, encoding: str) -> None:
+    path = tmp_path / "data.csv"
+    path.write_text("id,question,answer\n1,é?,x\n", encoding=encoding)
+    with pytest.raises(ConfigError, match="is not encoded as UTF-8") as caught:
+        load_examples(dataset(path, "csv"))
+    assert caught.value.hint == "Save it as UTF-8"

@@ -1,6 +1,7 @@
 """Environments bring their examples and rewards, and say by name what they cannot do."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from trainer.harness.config import FinetuneConfig, load_config
 from trainer.harness.environments.environment import hold_out
 from trainer.harness.environments.gymnasium import GymnasiumEnvironment
 from trainer.harness.environments.load import load_environment, load_verifiers
+from trainer.harness.environments.verifiers_tasksets import TasksetEnvironment
+from trainer.harness.evaluation.results import digest
 from trainer.harness.scorers import inspect_scorer, math_verify
 from trainer.harness.types import Example, WorkflowRun
 from trainer.harness.workflow_config import GymnasiumConfig, VerifiersConfig
@@ -115,6 +118,29 @@ def test_the_verifiers_example_loads_and_its_package_is_asked_for_by_name(
     with pytest.raises(NotInstalled) as caught:
         load_verifiers(config.workflow)
     assert "pip install 'art-cluster[verifiers]'" in caught.value.hint
+
+
+class TaskOf:
+    """A task of `verifiers`, which prints with its address as most objects do."""
+
+    def __init__(self, number: int) -> None:
+        fields = {"idx": number, "prompt_text": "Speak", "answer": "hello"}
+        self.data = SimpleNamespace(**fields, model_dump=lambda: dict(fields))
+
+
+def test_an_example_of_a_taskset_is_known_again_by_another_process() -> None:
+    digests = []
+    tasksets = [[TaskOf(0), TaskOf(1)], [TaskOf(0), TaskOf(1)]]
+    for tasks in tasksets:
+        environment = TasksetEnvironment.__new__(TasksetEnvironment)  # `verifiers` is not needed
+        environment._config = VerifiersConfig(_type="verifiers", env="x", llm="x", max_examples=2)
+        environment._environment = SimpleNamespace(taskset=tasks)
+        environment._examples = None
+        examples: list[Any] = environment.examples("train")
+        assert [example.task for example in examples] == tasks
+        assert examples[0].answer == "hello"
+        digests.append([digest(example) for example in examples])
+    assert digests[0] == digests[1] and len(set(digests[0])) == 2
 
 
 def test_packages_of_evaluators_and_environments_are_asked_for_by_name() -> None:

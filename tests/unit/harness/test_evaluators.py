@@ -1,16 +1,21 @@
 """Evaluators return the documented scores, and an error in one loses a run, not the epoch."""
 
+import asyncio
 import math
+import sys
+from types import ModuleType
 from typing import Any
 
 import pydantic
 import pytest
 
 from kit.errors import ConfigError
+from trainer.errors import BadScore
 from trainer.harness import components as configs
 from trainer.harness import evaluators as module
 from trainer.harness.evaluators import EachRun, Scorer, WeightedSum, load_evaluators
 from trainer.harness.llm import Llms
+from trainer.harness.scorers import math_verify
 from trainer.harness.types import Example, Failure, WorkflowRun
 
 
@@ -54,6 +59,39 @@ async def test_a_text_evaluator_scores_the_output(
     config: dict[str, Any], output: Any, expected: float
 ) -> None:
     assert await score({"reward": config}, run(output)) == [expected]
+
+
+@pytest.mark.parametrize("answer", [None, "", " \n"])
+@pytest.mark.parametrize("output", ["", "None", "$None$ is it"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"_type": "exact_match"},
+        {"_type": "exact_match", "strip": False},
+        {"_type": "contains"},
+        {"_type": "regex", "pattern": "(.*)"},
+        {"_type": "regex", "pattern": "answer: (.*)"},
+    ],
+)
+async def test_an_example_without_an_answer_has_no_score_from_a_comparison(
+    config: dict[str, Any], output: str, answer: Any
+) -> None:
+    one = run(output, answer)
+    assert await score({"reward": config}, one) == [None]
+    assert one.failure is Failure.EVALUATOR and "Example `e` has no answer" in one.error
+
+
+async def test_a_pattern_without_a_group_and_a_falsy_answer_are_compared_as_before() -> None:
+    assert await score({"r": {"_type": "regex", "pattern": "^P"}}, run("Paris", None)) == [1.0]
+    assert await score({"r": {"_type": "exact_match"}}, run("0", 0)) == [1.0]
+    assert await score({"r": {"_type": "contains"}}, run("It is false", False)) == [1.0]
+
+
+def test_math_verify_has_no_score_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", ModuleType("math_verify"))
+    compare = math_verify(configs.MathVerifyConfig(_type="math_verify"))
+    with pytest.raises(BadScore, match="Example `e` has no answer, which the evaluator `math_ver"):
+        compare(run("None", None))
 
 
 @pytest.mark.parametrize(
@@ -175,8 +213,53 @@ async def test_a_part_of_a_weighted_sum_may_be_the_reward() -> None:
         "sum": evaluator({"_type": "weighted_sum", "weights": {"a": 0.5}}),
     }
     one = run("Paris")
-    await Scorer(load_evaluators(parsed, Llms({}), reward="a"), "a").score([one])
+    await Scorer(load_evaluators(parsed, Llms({})), "a").score([one])
     assert (one.reward, one.metrics["sum"]) == (1.0, 0.5)
+
+
+class Moody:
+    """Gives a lower score each time that it is called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, run: WorkflowRun) -> Any:
+        self.calls += 1
+        return {"reward": 1 / self.calls, "reason": f"call {self.calls}"}
+
+
+@pytest.mark.parametrize("reward", ["mood", "first", "second"])
+async def test_an_evaluator_that_is_used_several_times_scores_each_run_once(
+    reward: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moody = Moody()
+    monkeypatch.setattr(sys.modules[__name__], "moody", moody, raising=False)
+    config = {
+        "mood": {"_type": "python", "function": f"{__name__}:moody"},
+        "first": {"_type": "weighted_sum", "weights": {"mood": 0.5}},
+        "second": {"_type": "weighted_sum", "weights": {"mood": 2.0}},
+    }
+    parsed = {name: evaluator(part) for name, part in config.items()}
+    one = run("Paris")
+    await Scorer(load_evaluators(parsed, Llms({})), reward).score([one])
+    assert moody.calls == 1
+    scores = {"mood": 1.0, "first": 0.5, "second": 2.0}
+    assert {**one.metrics, reward: one.reward} == scores
+    assert one.reasons == {"mood": "call 1"}
+
+
+async def test_parts_of_sums_are_scored_at_the_same_time() -> None:
+    here = asyncio.Barrier(2)
+
+    async def meet(run: WorkflowRun) -> float:
+        await here.wait()
+        return 1.0
+
+    parts = {"a": EachRun(meet, {}), "b": EachRun(meet, {})}
+    one = run("Paris")
+    total = WeightedSum({"a": 0.5, "b": 0.25})
+    await Scorer({**parts, "sum": total}, "sum", 60).score([one])
+    assert one.reward == 0.75, one.error
 
 
 async def test_texts_of_an_evaluator_are_reasons_and_what_is_left_out_is_logged(
@@ -188,8 +271,8 @@ async def test_texts_of_an_evaluator_are_reasons_and_what_is_left_out_is_logged(
     }
     runs = [run("a"), run("b")]
     mine = EachRun(lambda run: given, {})
-    total = WeightedSum({"part": mine}, {"part": 0.5})
-    await Scorer({"mine": mine, "sum": total}, "sum").score(runs)
+    total = WeightedSum({"part": 0.5})
+    await Scorer({"mine": mine, "part": mine, "sum": total}, "sum").score(runs)
     one = runs[0]
     assert one.reward == 0.5 and one.metrics == {"mine": 1.0, "part": 1.0, "length": 2.0}
     assert set(one.reasons) == {"mine", "mine/note", "part", "part/note"}

@@ -4,10 +4,13 @@ from typing import Any
 
 import pytest
 
+from tests.unit.harness.conftest import Endpoint
 from tests.unit.harness.test_evaluators import evaluator, run
 from trainer.errors import JudgeUnclear
+from trainer.harness.config import LlmConfig
 from trainer.harness.evaluators import Scorer
 from trainer.harness.judges import LlmJudge, Ruler
+from trainer.harness.llm import Llms
 from trainer.harness.types import Failure
 
 
@@ -20,7 +23,7 @@ class FakeJudge:
     def handle(self, rollout: str, name: str) -> "FakeJudge":
         return self
 
-    async def ask(self, prompt: str) -> str:
+    async def ask(self, prompt: str, **settings: Any) -> str:
         self.prompts.append(prompt)
         return self.answers.pop(0)
 
@@ -145,3 +148,18 @@ async def test_ruler_gives_a_reason_for_each_attempt() -> None:
         ruler = Ruler(FakeJudge(reply), evaluator({"_type": "ruler", "llm": "j"}))  # type: ignore[arg-type]
         await Scorer({"ruler": ruler}, "ruler").score(runs)
         assert {one.failure for one in runs} == {Failure.EVALUATOR}, reply
+
+
+@pytest.mark.parametrize(("kind", "reply"), [(LlmJudge, "0.5"), (Ruler, "[0.5]")])
+@pytest.mark.parametrize("records", [False, True])
+async def test_a_judge_is_never_asked_for_logprobs(
+    endpoint: Endpoint, kind: Any, reply: str, records: bool
+) -> None:
+    endpoint.reply = lambda model, question, number: reply
+    settings = {"_type": "openai", "model_name": "m", "base_url": endpoint.url}
+    llms = Llms({"j": LlmConfig.model_validate(settings)})
+    llms.endpoints["j"].records = records
+    name = "ruler" if kind is Ruler else "llm_judge"
+    assert await kind(llms, evaluator({"_type": name, "llm": "j"})).score([run("Rome")]) == [0.5]
+    assert len(endpoint.bodies) == 1 and "logprobs" not in endpoint.bodies[0]
+    await llms.close()

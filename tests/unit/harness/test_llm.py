@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import httpx
 import pytest
 
+from kit.http_clients import HttpClients
 from trainer.errors import LlmRefused, LlmUnavailable
 from trainer.harness import episodes
 from trainer.harness.config import LlmConfig
@@ -107,6 +109,34 @@ async def test_an_unavailable_or_refusing_endpoint_is_an_error(endpoint: Endpoin
     with pytest.raises(LlmUnavailable, match="Cannot reach LLM `policy`"):
         await unreachable.handle("r", "policy").ask("hello")
     await unreachable.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "attempts", "message"),
+    [
+        (httpx.ConnectTimeout, 2, "Cannot reach LLM `policy` at `http://h`: ConnectTimeout"),
+        (httpx.PoolTimeout, 2, "Cannot reach LLM `policy` at `http://h`: PoolTimeout"),
+        (httpx.ReadTimeout, 1, "LLM `policy` did not answer within 600 s"),
+        (httpx.WriteTimeout, 1, "LLM `policy` did not answer within 600 s"),
+    ],
+)
+async def test_only_a_connection_that_takes_too_long_is_tried_again(
+    error: type[httpx.TimeoutException], attempts: int, message: str
+) -> None:
+    requests = []
+
+    def fail(request: httpx.Request) -> httpx.Response:
+        requests.append(request)
+        raise error("")
+
+    models = llms("http://h/v1", max_retries=1)
+    transport = httpx.MockTransport(fail)
+    models.endpoints["policy"].http = HttpClients(lambda: httpx.AsyncClient(transport=transport))
+    with pytest.raises(LlmUnavailable) as caught:
+        await models.handle("r", "policy").ask("hello")
+    assert caught.value.message == message
+    assert len(requests) == attempts
+    await models.close()
 
 
 async def test_without_a_gateway_the_handle_records_its_calls(endpoint: Endpoint) -> None:

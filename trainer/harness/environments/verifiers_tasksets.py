@@ -9,6 +9,7 @@ import copy
 import itertools
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kit.errors import ConfigError
@@ -20,6 +21,14 @@ from trainer.harness.types import Example, Outcome, WorkflowRun
 from trainer.harness.workflow_config import VerifiersConfig
 
 _RUNS_OF_A_PROXY = 1000  # it is started again then, because it keeps a client for every run
+
+
+@dataclass(frozen=True)
+class TaskExample(Example):
+    """An example with the live task that it was made from."""
+
+    task: Any
+    """Outside the row: results know an example again by its row, also in another process."""
 
 
 class TasksetEnvironment:
@@ -58,16 +67,17 @@ class TasksetEnvironment:
             raise ConfigError(
                 f"The taskset `{self._config.env}` is endless", hint="Set `workflow.max_examples`"
             )
-        examples = []
+        examples: list[Example] = []
         for task in itertools.islice(taskset, limit):
-            data = task.data
-            row = {"task": task, **data.model_dump()}
-            examples.append(Example(str(data.idx), data.prompt_text, row.get("answer"), row))
+            data, row = task.data, task.data.model_dump()
+            name, question = str(data.idx), data.prompt_text
+            examples.append(TaskExample(name, question, row.get("answer"), row, task))
         return examples
 
     async def run(self, example: Example, llm: Llm) -> Outcome:
         from verifiers.v1 import EvalClientConfig, ModelContext, Sampling
 
+        assert isinstance(example, TaskExample)  # made by `examples`
         os.environ[KEY_VARIABLE] = llm.api_key
         client = EvalClientConfig(base_url=llm.base_url, api_key_var=KEY_VARIABLE)
         sampling = Sampling(**llm.config.sampling)
@@ -75,7 +85,7 @@ class TasksetEnvironment:
         self._active += 1
         try:
             await self._serve()
-            episode = await self._environment.run_episode(example.row["task"], context)
+            episode = await self._environment.run_episode(example.task, context)
             await self._forget(client)
         finally:
             self._active -= 1

@@ -15,7 +15,7 @@ from kit import json_text
 from kit.errors import ConfigError
 from kit.types import Json
 from trainer.errors import storage_error
-from trainer.harness.metrics import clean
+from trainer.harness.metrics import clean, json_line
 from trainer.harness.types import Example
 from trainer.page.evals import RUN, SETTINGS, SUMMARY
 
@@ -126,7 +126,7 @@ class Results:
 
     def _append(self, rows: Iterable[Json]) -> None:
         try:
-            self._file.writelines(json.dumps(clean(row), default=str) + "\n" for row in rows)
+            self._file.writelines(json_line(row) + "\n" for row in rows)
             self._file.flush()
         except OSError as error:
             raise storage_error(error, f"The results `{self.path}` cannot be written") from error
