@@ -7,7 +7,7 @@ import pytest
 
 from trainer import checkpoint
 from trainer.config import LoraConfig, ServerConfig
-from trainer.server import storage
+from trainer.server import s3
 from trainer.server.admission import Admission
 from trainer.server.ledger import Ledger
 from trainer.server.model import Model
@@ -53,7 +53,7 @@ async def test_a_step_that_a_pull_replaces_is_unloaded_before_it_is_served(
         write(model, 2, "new")
         return ""
 
-    monkeypatch.setattr(storage, "_aws", pull)
+    monkeypatch.setattr(s3, "aws", pull)
     workers = RecordingWorkers()
     reports = Reports(ServerConfig(state_dir=str(tmp_path)))
     admission = Admission(workers, Ledger(tmp_path / "l.db"), reports)

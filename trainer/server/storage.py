@@ -8,10 +8,10 @@ import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from kit.state_dir import CHECKPOINTS, MODELS, STEP_NAME, model_path, step_name
+from kit.state_dir import CHECKPOINTS, model_path, step_name
 from trainer import checkpoint
-from trainer.errors import BadRequest, Conflict, NotFound, Unsupported, storage_error
-from trainer.processes.worker import environment_without_keys
+from trainer.errors import BadRequest, Conflict, NotFound, storage_error
+from trainer.server import s3
 from trainer.server.admission import Admission
 from trainer.server.model import Model
 from trainer.server.models import Models
@@ -80,9 +80,13 @@ class Storage:
             source = model_path(self._models.state, project, request.from_model)
             if request.from_s3_bucket:
                 source = Path(temporary)
-                s3 = _s3_path(request.from_s3_bucket, request.prefix, project, request.from_model)
+                remote = s3.path_of(
+                    request.from_s3_bucket, request.prefix, project, request.from_model
+                )
                 target = str(source / CHECKPOINTS)
-                await _aws("s3", "sync", f"{s3}/{CHECKPOINTS}", target, verbose=request.verbose)
+                await s3.aws(
+                    "s3", "sync", f"{remote}/{CHECKPOINTS}", target, verbose=request.verbose
+                )
             step = await asyncio.to_thread(
                 _newest, source / CHECKPOINTS, request.not_after_step, request.from_model
             )
@@ -109,14 +113,14 @@ class Storage:
         """Copy the model's directory to S3, in ART's layout."""
         if request.only_step is not None:
             raise BadRequest("A push has no `only_step`", hint="Remove it; it is for pulls")
-        s3 = _s3_path(request.s3_bucket, request.prefix, model.project, model.name)
+        remote = s3.path_of(request.s3_bucket, request.prefix, model.project, model.name)
         # Unfinished checkpoints, and the journal of this server, stay here.
         flags = ["--exclude", "journal*", "--exclude", f"{CHECKPOINTS}/.*"]
-        await _aws(
+        await s3.aws(
             "s3",
             "sync",
             str(model.directory),
-            s3,
+            remote,
             *flags,
             *_delete_flag(request),
             verbose=request.verbose,
@@ -125,24 +129,26 @@ class Storage:
     async def pull(self, model: Model, request: S3Request) -> None:
         """Copy the model's directory from S3, and continue from its newest complete checkpoint."""
         await self._wait_until_idle(model)
-        s3 = _s3_path(request.s3_bucket, request.prefix, model.project, model.name)
+        remote = s3.path_of(request.s3_bucket, request.prefix, model.project, model.name)
         local = str(model.directory)
         if request.only_step is None:
-            await _aws("s3", "sync", s3, local, *_delete_flag(request), verbose=request.verbose)
+            await s3.aws(
+                "s3", "sync", remote, local, *_delete_flag(request), verbose=request.verbose
+            )
         else:
             step = request.only_step
-            wanted = step_name(step) if isinstance(step, int) else await _latest_on_s3(s3)
+            wanted = step_name(step) if isinstance(step, int) else await s3.latest_step(remote)
             target = f"{local}/{CHECKPOINTS}/{wanted}"
-            await _aws(
-                *("s3", "sync", f"{s3}/{CHECKPOINTS}/{wanted}", target, *_delete_flag(request)),
+            await s3.aws(
+                *("s3", "sync", f"{remote}/{CHECKPOINTS}/{wanted}", target, *_delete_flag(request)),
                 verbose=request.verbose,
             )
             if not Path(target).is_dir():
-                raise NotFound(f"There is no step `{wanted}` in `{s3}`", hint="Check the step")
+                raise NotFound(f"There is no step `{wanted}` in `{remote}`", hint="Check the step")
         await self._adopt(model)
         if not model.steps:
             raise NotFound(
-                f"`{s3}` holds no checkpoint that this server can use",
+                f"`{remote}` holds no checkpoint that this server can use",
                 hint="Push it from this kind of server: a checkpoint needs its `manifest.json`",
             )
 
@@ -194,15 +200,6 @@ def _forget_ended(leases: dict[str, tuple[int, float]]) -> None:
         del leases[id]
 
 
-async def _latest_on_s3(s3: str) -> str:
-    listing = await _aws("s3", "ls", f"{s3}/{CHECKPOINTS}/")
-    names = [line.split()[-1].strip("/") for line in listing.splitlines() if line.strip()]
-    steps = [name for name in names if STEP_NAME.fullmatch(name)]
-    if not steps:
-        raise NotFound(f"There is no checkpoint in `{s3}`", hint="Check the bucket and the prefix")
-    return max(steps, key=int)
-
-
 def _newest(checkpoints: Path, not_after: int | None, name: str) -> int:
     steps = [
         step
@@ -217,43 +214,5 @@ def _newest(checkpoints: Path, not_after: int | None, name: str) -> int:
     return steps[-1]
 
 
-def _s3_path(bucket: str | None, prefix: str | None, project: str, name: str) -> str:
-    if bucket is None:
-        raise BadRequest("No S3 bucket is named", hint="Set `s3_bucket`")
-    parts = [part for part in (prefix or "").split("/") if part]
-    if ".." in parts:
-        raise BadRequest(f"The prefix `{prefix}` leaves its bucket", hint="Remove the `..`")
-    return "/".join([f"s3://{bucket}", *parts, project, MODELS, name])
-
-
 def _delete_flag(request: S3Request) -> list[str]:
     return ["--delete"] if request.delete else []
-
-
-async def _aws(*arguments: str, verbose: bool = False) -> str:
-    """Run the AWS CLI, which finds its own credentials, and return its output."""
-    logger.info("aws %s", " ".join(arguments))
-    if shutil.which("aws") is None:
-        raise Unsupported(
-            "S3 needs the AWS CLI, which is not installed where this server runs",
-            hint="Install `awscli` there, or copy checkpoints with `launcher pull`",
-        )
-    process = await asyncio.create_subprocess_exec(
-        "aws",
-        *arguments,
-        env=environment_without_keys(),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, err = await process.communicate()
-    if process.returncode:
-        cause = err.decode(errors="replace").strip().splitlines() or [str(process.returncode)]
-        raise BadRequest(
-            f"`aws {' '.join(arguments[:2])}` failed: {cause[-1]}",
-            hint="Check the bucket's name and the server's AWS credentials",
-        )
-    output = out.decode(errors="replace")
-    for line in output.splitlines() if verbose else []:
-        logger.info("aws: %s", line)
-    return output
