@@ -5,7 +5,8 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import Collection, Coroutine, Iterable
 from pathlib import Path
 
 from kit.state_dir import CHECKPOINTS, model_path, step_name
@@ -21,6 +22,7 @@ from trainer.server.workers import Workers
 
 logger = logging.getLogger(__name__)
 LEASE_SECONDS = 300  # a client renews its lease before
+DELETING_SECONDS = 2.0  # clients of generation 1 give up after 5
 
 
 class Storage:
@@ -30,17 +32,43 @@ class Storage:
         self._models = models
         self._workers = workers
         self._admission = admission
-        self._unloading: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
+        self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """Held by whatever changes files of a model's checkpoints, except its steps."""
 
     async def keep(self, model: Model, steps: Collection[int]) -> list[int]:
-        """Delete all checkpoints except `steps`, leased ones, and the newest."""
-        await self._wait_until_idle(model)
+        """Delete all checkpoints except `steps`, the newest, and those that are in use.
+
+        Returns the deleted steps. They are not served any more, but a part of their files may be
+        deleted later: clients delete while the next step trains, and wait only seconds.
+        """
+        newest = model.step  # before the first `await`: nobody has asked to delete a later one
+        found = await asyncio.to_thread(checkpoint.steps_on_disk, model.checkpoints)
         _forget_ended(model.leases)
         kept = {*steps, *(step for step, _ in model.leases.values())}
-        newest = model.step  # a step that begins meanwhile may have written another one
-        # First, so that nobody leases a step that is being deleted.
-        self._forget(model, [step for step in model.steps if step < newest and step not in kept])
-        return await asyncio.to_thread(checkpoint.delete, model.checkpoints, kept, before=newest)
+        used = self._admission.used()
+        chosen = [
+            step
+            for step in found
+            if step < newest and step not in kept and model.path(step).resolve() not in used
+        ]
+        self._forget(model, chosen)  # first, so that nobody leases a step that is being deleted
+        deleting = self._in_background(self._delete(model, chosen, newest))
+        await asyncio.wait([deleting], timeout=DELETING_SECONDS)
+        if deleting.done() and not deleting.cancelled():
+            deleting.result()  # raises what the client can know in time
+        return chosen
+
+    async def _delete(self, model: Model, steps: list[int], newest: int) -> None:
+        async with self._changing[model.key]:
+            for training in self._admission.steps(model):
+                if training.request.step <= newest:
+                    # Until then a power cut would need the checkpoint before it.
+                    await training.finished()
+                    await training.sync.ended()
+            # A pull that ran before may have brought one of them back.
+            gone = [step for step in steps if step not in model.steps]
+            await asyncio.to_thread(checkpoint.delete, model.checkpoints, gone)
 
     def lease(self, model: Model, step: int, id: str) -> None:
         """Keep the checkpoint of `step` until the lease `id` ends or is released."""
@@ -182,10 +210,19 @@ class Storage:
     def _forget(self, model: Model, steps: Iterable[int]) -> None:
         """Stop serving `steps`; requests that sample from them finish first, in the background."""
         for step in steps:
-            model.steps.pop(step, None)
-            task = asyncio.create_task(self._unload(model, step))
-            self._unloading.add(task)
-            task.add_done_callback(self._unloading.discard)
+            if model.steps.pop(step, None) is not None:
+                self._in_background(self._unload(model, step))
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            logger.warning("old checkpoints are still in the engine or on disk: %s", error)
 
     async def _unload(self, model: Model, step: int) -> None:
         while model.sampling[step]:
