@@ -1,10 +1,12 @@
 """A pull from S3 that changes the checkpoints of a model that is served."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.contract import fake_aws
 from trainer import checkpoint
 from trainer.config import LoraConfig, ServerConfig
 from trainer.server import s3
@@ -32,11 +34,70 @@ class RecordingWorkers(Workers):
         self.calls.append(("unload", step))
 
 
-def write(model: Model, step: int, weights: str) -> None:
+LORA = LoraConfig()
+SHAPE = LORA.model_dump(mode="json", exclude={"seed"})
+
+
+def write(model: Model, step: int, weights: str, **about: Any) -> None:
     def write_adapter(directory: Path) -> None:
         (directory / "adapter_model.safetensors").write_text(weights)
 
-    checkpoint.save(model.checkpoints, step, write_adapter, {})
+    about = {"base_model": "base", "lora": SHAPE, **about}
+    checkpoint.save(model.checkpoints, step, write_adapter, about)
+
+
+def pulling(directory: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Model, Model, Storage]:
+    """A model that is served, the same one in a bucket, and the storage that pulls it."""
+    model = Model("p", "m", directory / "p" / "models" / "m", LORA, prepared=True)
+    stored = Model("p", "m", directory / "s3" / "b" / "p" / "models" / "m", LORA)
+
+    async def aws(*arguments: str, verbose: bool = False) -> str:
+        fake_aws.main(*arguments)
+        return ""
+
+    monkeypatch.setenv("FAKE_S3", str(directory / "s3"))
+    monkeypatch.setattr(s3, "aws", aws)
+    workers = RecordingWorkers()
+    reports = Reports(ServerConfig(state_dir=str(directory)))
+    admission = Admission(workers, Ledger(directory / "l.db"), reports)
+    return model, stored, Storage(Models(directory), workers, admission)
+
+
+def request(**more: Any) -> S3Request:
+    wire = {"name": "m", "project": "p", "base_model": "base"}
+    return S3Request.model_validate({"model": wire, "s3_bucket": "b", **more})
+
+
+@pytest.mark.parametrize("only_step", [None, 2])
+@pytest.mark.parametrize("age", [-60, 60])
+async def test_a_pull_replaces_weights_of_the_same_size_that_are_newer_or_older(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only_step: int | None, age: int
+) -> None:
+    model, stored, storage = pulling(tmp_path, monkeypatch)
+    write(model, 2, "here")
+    write(stored, 2, "s3  ")
+    model.read_steps()
+    for path in stored.path(2).iterdir():
+        times = path.stat().st_atime, path.stat().st_mtime + age
+        os.utime(path, times)
+    await storage.pull(model, request(only_step=only_step))
+    assert (model.path(2) / "adapter_model.safetensors").read_text() == "s3  "
+
+
+async def test_a_pull_touches_neither_the_journal_nor_unfinished_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, stored, storage = pulling(tmp_path, monkeypatch)
+    write(stored, 1, "s3")
+    own = ["journal.jsonl", "checkpoints/.0002-x/part"]
+    for one, text in ((model, "here"), (stored, "s3")):
+        for name in own:
+            (one.directory / name).parent.mkdir(parents=True, exist_ok=True)
+            (one.directory / name).write_text(text)
+    (stored.directory / "journal-3").write_text("s3")
+    await storage.pull(model, request(delete=True))
+    assert [(model.directory / name).read_text() for name in own] == ["here", "here"]
+    assert model.step == 1 and not (model.directory / "journal-3").exists()
 
 
 async def test_a_step_that_a_pull_replaces_is_unloaded_before_it_is_served(
@@ -57,7 +118,6 @@ async def test_a_step_that_a_pull_replaces_is_unloaded_before_it_is_served(
     workers = RecordingWorkers()
     reports = Reports(ServerConfig(state_dir=str(tmp_path)))
     admission = Admission(workers, Ledger(tmp_path / "l.db"), reports)
-    request = S3Request.model_validate({"model": {"name": "m", "project": "p"}, "s3_bucket": "b"})
-    await Storage(Models(tmp_path), workers, admission).pull(model, request)
+    await Storage(Models(tmp_path), workers, admission).pull(model, request())
     assert workers.calls == [("unload", 0), ("unload", 2), ("load", 2)]
     await admission.stop()

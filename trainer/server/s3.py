@@ -10,6 +10,9 @@ from trainer.processes.worker import environment_without_keys
 
 logger = logging.getLogger(__name__)
 
+# Unfinished checkpoints and the journal belong to the server that writes them.
+OWN_FILES = ("--exclude", "journal*", "--exclude", f"{CHECKPOINTS}/.*")
+
 
 def path_of(bucket: str | None, prefix: str | None, project: str, name: str) -> str:
     if bucket is None:

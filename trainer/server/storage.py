@@ -142,35 +142,24 @@ class Storage:
         if request.only_step is not None:
             raise BadRequest("A push has no `only_step`", hint="Remove it; it is for pulls")
         remote = s3.path_of(request.s3_bucket, request.prefix, model.project, model.name)
-        # Unfinished checkpoints, and the journal of this server, stay here.
-        flags = ["--exclude", "journal*", "--exclude", f"{CHECKPOINTS}/.*"]
-        await s3.aws(
-            "s3",
-            "sync",
-            str(model.directory),
-            remote,
-            *flags,
-            *_delete_flag(request),
-            verbose=request.verbose,
-        )
+        flags = (*s3.OWN_FILES, *_delete_flag(request))
+        await s3.aws("s3", "sync", str(model.directory), remote, *flags, verbose=request.verbose)
 
     async def pull(self, model: Model, request: S3Request) -> None:
         """Copy the model's directory from S3, and continue from its newest complete checkpoint."""
         await self._wait_until_idle(model)
         remote = s3.path_of(request.s3_bucket, request.prefix, model.project, model.name)
+        # Otherwise a file here that is older and of the same size stays, with other weights.
+        flags = ("--exact-timestamps", *_delete_flag(request))
         local = str(model.directory)
         if request.only_step is None:
-            await s3.aws(
-                "s3", "sync", remote, local, *_delete_flag(request), verbose=request.verbose
-            )
+            flags = (*flags, *s3.OWN_FILES)
+            await s3.aws("s3", "sync", remote, local, *flags, verbose=request.verbose)
         else:
             step = request.only_step
             wanted = step_name(step) if isinstance(step, int) else await s3.latest_step(remote)
-            target = f"{local}/{CHECKPOINTS}/{wanted}"
-            await s3.aws(
-                *("s3", "sync", f"{remote}/{CHECKPOINTS}/{wanted}", target, *_delete_flag(request)),
-                verbose=request.verbose,
-            )
+            source, target = (f"{place}/{CHECKPOINTS}/{wanted}" for place in (remote, local))
+            await s3.aws("s3", "sync", source, target, *flags, verbose=request.verbose)
             if not Path(target).is_dir():
                 raise NotFound(f"There is no step `{wanted}` in `{remote}`", hint="Check the step")
         await self._adopt(model)
