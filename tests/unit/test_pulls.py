@@ -9,6 +9,7 @@ import pytest
 from tests.contract import fake_aws
 from trainer import checkpoint
 from trainer.config import LoraConfig, ServerConfig
+from trainer.errors import CheckpointError, Conflict
 from trainer.server import s3
 from trainer.server.admission import Admission
 from trainer.server.ledger import Ledger
@@ -98,6 +99,34 @@ async def test_a_pull_touches_neither_the_journal_nor_unfinished_checkpoints(
     await storage.pull(model, request(delete=True))
     assert [(model.directory / name).read_text() for name in own] == ["here", "here"]
     assert model.step == 1 and not (model.directory / "journal-3").exists()
+
+
+async def test_a_step_that_is_not_whole_in_the_bucket_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, stored, storage = pulling(tmp_path, monkeypatch)
+    write(model, 1, "here")
+    write(stored, 2, "s3")
+    (stored.path(2) / "adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="Step `2` in `s3://b/p/models/m` is not whole"):
+        await storage.pull(model, request(only_step=2))
+    assert model.step == 1
+
+
+@pytest.mark.parametrize("only_step", [None, 2])
+@pytest.mark.parametrize("other", [{"base_model": "other"}, {"lora": {**SHAPE, "alpha": 1}}])
+async def test_a_checkpoint_of_another_base_model_or_lora_is_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, only_step: int | None, other: Any
+) -> None:
+    model, stored, storage = pulling(tmp_path, monkeypatch)
+    write(model, 1, "here")
+    model.read_steps()
+    write(stored, 2, "s3", **other)
+    with pytest.raises(Conflict, match=r"Checkpoint `2` of .* has another base model or LoRA"):
+        await storage.pull(model, request(only_step=only_step))
+    assert model.step == 1
+    model.read_steps()  # as the next server does
+    assert model.step == 1
 
 
 async def test_a_step_that_a_pull_replaces_is_unloaded_before_it_is_served(

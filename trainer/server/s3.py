@@ -23,13 +23,13 @@ def path_of(bucket: str | None, prefix: str | None, project: str, name: str) -> 
     return "/".join([f"s3://{bucket}", *parts, project, MODELS, name])
 
 
-async def latest_step(s3: str) -> str:
+async def latest_step(s3: str) -> int:
     listing = await aws("s3", "ls", f"{s3}/{CHECKPOINTS}/")
     names = [line.split()[-1].strip("/") for line in listing.splitlines() if line.strip()]
     steps = [name for name in names if STEP_NAME.fullmatch(name)]
     if not steps:
         raise NotFound(f"There is no checkpoint in `{s3}`", hint="Check the bucket and the prefix")
-    return max(steps, key=int)
+    return max(map(int, steps))
 
 
 async def aws(*arguments: str, verbose: bool = False) -> str:

@@ -9,9 +9,11 @@ from collections import defaultdict
 from collections.abc import Collection, Coroutine, Iterable
 from pathlib import Path
 
+from kit.manifest import read_manifest
 from kit.state_dir import CHECKPOINTS, model_path, step_name
+from kit.types import Json
 from trainer import checkpoint
-from trainer.errors import BadRequest, Conflict, NotFound, storage_error
+from trainer.errors import BadRequest, CheckpointError, Conflict, NotFound, storage_error
 from trainer.server import s3
 from trainer.server.admission import Admission
 from trainer.server.model import Model
@@ -124,16 +126,8 @@ class Storage:
                     hint="Fork into a new model",
                 )
             path = checkpoint.path_of(source / CHECKPOINTS, step)
-            lora = model.lora.model_dump(mode="json", exclude={"seed"})
             manifest = await asyncio.to_thread(checkpoint.verify, path)
-            if (
-                manifest.get("base_model") != self._models.base_model
-                or manifest.get("lora") != lora
-            ):
-                raise Conflict(
-                    f"Checkpoint `{step}` of `{request.from_model}` has another base model or LoRA",
-                    hint="Fork from a run with the same base model and `peft_args`",
-                )
+            _check_fits(manifest, model, self._models.base_model, f"`{request.from_model}`")
             await asyncio.to_thread(checkpoint.fork, path, model.checkpoints)
         await self._adopt(model)
 
@@ -151,18 +145,36 @@ class Storage:
         remote = s3.path_of(request.s3_bucket, request.prefix, model.project, model.name)
         # Otherwise a file here that is older and of the same size stays, with other weights.
         flags = ("--exact-timestamps", *_delete_flag(request))
-        local = str(model.directory)
+        local, wanted = str(model.directory), None
+        before = await asyncio.to_thread(checkpoint.steps_on_disk, model.checkpoints)
         if request.only_step is None:
             flags = (*flags, *s3.OWN_FILES)
             await s3.aws("s3", "sync", remote, local, *flags, verbose=request.verbose)
         else:
             step = request.only_step
-            wanted = step_name(step) if isinstance(step, int) else await s3.latest_step(remote)
-            source, target = (f"{place}/{CHECKPOINTS}/{wanted}" for place in (remote, local))
-            await s3.aws("s3", "sync", source, target, *flags, verbose=request.verbose)
-            if not Path(target).is_dir():
-                raise NotFound(f"There is no step `{wanted}` in `{remote}`", hint="Check the step")
+            wanted = step if isinstance(step, int) else await s3.latest_step(remote)
+            name = f"{CHECKPOINTS}/{step_name(wanted)}"
+            places = f"{remote}/{name}", f"{local}/{name}"
+            await s3.aws("s3", "sync", *places, *flags, verbose=request.verbose)
+            if not model.path(wanted).is_dir():
+                raise NotFound(
+                    f"There is no step `{step_name(wanted)}` in `{remote}`", hint="Check the step"
+                )
+        base_model = self._models.base_model or request.model.base_model
+        try:
+            await asyncio.to_thread(_check_pulled, model, wanted, base_model, f"`{remote}`")
+        except Conflict:
+            # Otherwise the next start of the server would serve what this one refuses.
+            found = await asyncio.to_thread(checkpoint.steps_on_disk, model.checkpoints)
+            new = [step for step in found if step not in before]
+            await asyncio.to_thread(checkpoint.delete, model.checkpoints, new)
+            raise
         await self._adopt(model)
+        if wanted is not None and wanted not in model.steps:
+            raise CheckpointError(
+                f"Step `{wanted}` in `{remote}` is not whole",
+                hint="Push it again, or pull another step",
+            )
         if not model.steps:
             raise NotFound(
                 f"`{remote}` holds no checkpoint that this server can use",
@@ -238,6 +250,24 @@ def _newest(checkpoints: Path, not_after: int | None, name: str) -> int:
             hint="Check `from_model`, `from_project` and `not_after_step`",
         )
     return steps[-1]
+
+
+def _check_fits(manifest: Json, model: Model, base_model: str | None, source: str) -> None:
+    """Refuse a checkpoint that the model cannot continue from."""
+    lora = model.lora.model_dump(mode="json", exclude={"seed"})
+    base_fits = base_model is None or manifest.get("base_model") == base_model
+    if not base_fits or manifest.get("lora") != lora:
+        raise Conflict(
+            f"Checkpoint `{manifest.get('step')}` of {source} has another base model or LoRA",
+            hint="Use a run with the same base model and `peft_args`",
+        )
+
+
+def _check_pulled(model: Model, step: int | None, base_model: str | None, source: str) -> None:
+    """Check `step`, or the newest one, before it is served; damaged ones never are."""
+    step = checkpoint.latest(model.checkpoints) if step is None else step
+    if step is not None and model.has_whole(step):
+        _check_fits(read_manifest(model.path(step)) or {}, model, base_model, source)
 
 
 def _delete_flag(request: S3Request) -> list[str]:
