@@ -4,7 +4,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from fastapi import FastAPI
 
 from tests.contract import fake_aws
 from trainer import checkpoint
@@ -12,10 +14,12 @@ from trainer.config import LoraConfig, ServerConfig
 from trainer.errors import CheckpointError, Conflict
 from trainer.server import s3
 from trainer.server.admission import Admission
+from trainer.server.backend import Backend
 from trainer.server.ledger import Ledger
 from trainer.server.model import Model
 from trainer.server.models import Models
 from trainer.server.reports import Reports
+from trainer.server.routes import art
 from trainer.server.storage import Storage
 from trainer.server.wire import S3Request
 from trainer.server.workers import Workers
@@ -150,3 +154,29 @@ async def test_a_step_that_a_pull_replaces_is_unloaded_before_it_is_served(
     await Storage(Models(tmp_path), workers, admission).pull(model, request())
     assert workers.calls == [("unload", 0), ("unload", 2), ("load", 2)]
     await admission.stop()
+
+
+async def test_a_model_is_pulled_and_pushed_before_it_is_registered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, stored, _ = pulling(tmp_path, monkeypatch)
+    backend = Backend(ServerConfig(state_dir=str(tmp_path / "state")), openai_port=1)
+    app = FastAPI()
+    app.include_router(art.routes(backend))
+    address = "http://127.0.0.1"
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=address) as client:
+
+        async def post(verb: str) -> int:
+            body = request().model_dump(mode="json", by_alias=True)
+            return (await client.post(f"/_experimental_{verb}_s3", json=body)).status_code
+
+        assert await post("pull_from") == 200  # a first run has nothing there yet
+        model = backend.models.get(request().model)
+        assert model.steps == {}
+        write(stored, 2, "s3")
+        assert (await post("pull_from"), model.step) == (200, 2)
+        write(model, 3, "here")
+        backend.models.remove(model)
+        assert await post("push_to") == 200
+        assert checkpoint.list_steps(stored.checkpoints) == [2, 3]
+    await backend.stop()

@@ -175,7 +175,8 @@ class Storage:
                 f"Step `{wanted}` in `{remote}` is not whole",
                 hint="Push it again, or pull another step",
             )
-        if not model.steps:
+        on_disk = await asyncio.to_thread(checkpoint.steps_on_disk, model.checkpoints)
+        if not model.steps and (before or on_disk):  # else it is the first run of a new model
             raise NotFound(
                 f"`{remote}` holds no checkpoint that this server can use",
                 hint="Push it from this kind of server: a checkpoint needs its `manifest.json`",
