@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
+from tests.unit.test_failed_writes import body
 from tests.unit.test_training import Steps
 from trainer import checkpoint
+from trainer.config import ServerConfig
 from trainer.errors import DiskFull, NotFound
 from trainer.server import storage as storage_module
+from trainer.server.backend import Backend
 from trainer.server.journal import JournaledRequest
 from trainer.server.models import Models
 from trainer.server.storage import Storage
@@ -113,3 +116,20 @@ async def test_steps_that_could_not_be_deleted_are_deleted_by_the_next_request(
     assert await storage.keep(steps.model, []) == [1]
     assert on_disk(steps) == [2]
     await steps.admission.stop()
+
+
+async def test_a_request_that_waits_while_its_model_is_deleted_trains_nothing(
+    tmp_path: Path,
+) -> None:
+    backend = Backend(ServerConfig(state_dir=str(tmp_path)), openai_port=1)
+    model = await backend.register(body(1).model)
+    assert model
+    model.prepared = True
+    async with backend.admission.paused(model):  # as while its files are deleted
+        waiting = asyncio.create_task(backend.train(body(1)))
+        await asyncio.sleep(0)  # it has begun
+        backend.models.remove(model)
+    with pytest.raises(NotFound, match="is not registered"):
+        await waiting
+    assert not model.directory.exists()
+    await backend.stop()

@@ -1,5 +1,6 @@
 """A pull from S3 that changes the checkpoints of a model that is served."""
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from fastapi import FastAPI
 
 from tests.contract import fake_aws
+from tests.unit.test_failed_writes import body, server
 from trainer import checkpoint
 from trainer.config import LoraConfig, ServerConfig
 from trainer.errors import CheckpointError, Conflict
@@ -23,6 +25,7 @@ from trainer.server.routes import art
 from trainer.server.storage import Storage
 from trainer.server.wire import S3Request
 from trainer.server.workers import Workers
+from trainer.step_config import GrpoConfig
 
 
 class RecordingWorkers(Workers):
@@ -154,6 +157,35 @@ async def test_a_step_that_a_pull_replaces_is_unloaded_before_it_is_served(
     await Storage(Models(tmp_path), workers, admission).pull(model, request())
     assert workers.calls == [("unload", 0), ("unload", 2), ("load", 2)]
     await admission.stop()
+
+
+async def test_a_step_that_is_requested_during_a_pull_is_trained_from_what_it_brings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = server(tmp_path)
+    write(steps.model, 1, "here")
+    steps.model.read_steps()
+    copying, copied = asyncio.Event(), asyncio.Event()
+
+    async def aws(*_: str, **__: Any) -> str:
+        copying.set()
+        await copied.wait()
+        write(steps.model, 4, "s3")
+        return ""
+
+    monkeypatch.setattr(s3, "aws", aws)
+    storage = Storage(Models(tmp_path), steps.workers, steps.admission)
+    pull = asyncio.create_task(storage.pull(steps.model, request()))
+    await copying.wait()
+    admission = steps.admission.admit(steps.model, body(1), lambda _: GrpoConfig(), "base")
+    admitted = asyncio.create_task(admission)
+    await asyncio.sleep(0)  # it has begun
+    copied.set()
+    await pull
+    training = await admitted
+    await training.wait()
+    assert (training.request.step, steps.model.step) == (5, 5)
+    await steps.admission.stop()
 
 
 async def test_a_model_is_pulled_and_pushed_before_it_is_registered(

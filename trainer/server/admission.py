@@ -4,7 +4,8 @@ import asyncio
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from trainer.errors import Conflict
@@ -71,6 +72,12 @@ class Admission:
 
     def find(self, model: Model, step: int) -> Training | None:
         return self._trainings.get(model.key, {}).get(step)
+
+    @asynccontextmanager
+    async def paused(self, model: Model) -> AsyncIterator[None]:
+        """Let requests to train the model wait inside the block; steps under way go on."""
+        async with self._admitting[model.key]:
+            yield
 
     async def forget(self, model: Model) -> None:
         """Forget a deleted model: its steps, and everything that it sampled.

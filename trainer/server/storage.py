@@ -6,7 +6,8 @@ import shutil
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Collection, Coroutine, Iterable
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from kit.manifest import read_manifest
@@ -18,7 +19,6 @@ from trainer.server import s3
 from trainer.server.admission import Admission
 from trainer.server.model import Model
 from trainer.server.models import Models
-from trainer.server.training import Training
 from trainer.server.wire import ForkRequest, S3Request
 from trainer.server.workers import Workers
 
@@ -84,7 +84,10 @@ class Storage:
 
     async def delete_model(self, model: Model) -> None:
         """Delete a model and all its files, but nothing that a link points to."""
-        await self._wait_until_idle(model)
+        async with self._idle(model):
+            await self._delete_model(model)
+
+    async def _delete_model(self, model: Model) -> None:
         for path in (model.directory, *model.directory.parents[:2]):
             if path.is_symlink():
                 raise Conflict(
@@ -104,7 +107,10 @@ class Storage:
 
     async def fork(self, model: Model, request: ForkRequest) -> None:
         """Start `model` from a checkpoint of another run, at that checkpoint's step."""
-        await self._wait_until_idle(model)
+        async with self._idle(model):
+            await self._fork(model, request)
+
+    async def _fork(self, model: Model, request: ForkRequest) -> None:
         project = request.from_project or model.project
         with tempfile.TemporaryDirectory() as temporary:
             source = model_path(self._models.state, project, request.from_model)
@@ -141,7 +147,10 @@ class Storage:
 
     async def pull(self, model: Model, request: S3Request) -> None:
         """Copy the model's directory from S3, and continue from its newest complete checkpoint."""
-        await self._wait_until_idle(model)
+        async with self._idle(model):
+            await self._pull(model, request)
+
+    async def _pull(self, model: Model, request: S3Request) -> None:
         remote = s3.path_of(request.s3_bucket, request.prefix, model.project, model.name)
         # Otherwise a file here that is older and of the same size stays, with other weights.
         flags = ("--exact-timestamps", *_delete_flag(request))
@@ -182,19 +191,23 @@ class Storage:
                 hint="Push it from this kind of server: a checkpoint needs its `manifest.json`",
             )
 
-    async def _wait_until_idle(self, model: Model) -> None:
-        """Refuse while the model trains, and wait until its checkpoints are synced."""
-        synced: set[Training] = set()
-        while trainings := set(self._admission.steps(model)) - synced:  # one may begin meanwhile
-            if not all(training.done for training in trainings):
-                raise Conflict(
-                    f"Model `{model.name}` is training",
-                    hint="Wait for the step to end, then try again",
-                )
-            for training in trainings:
+    @asynccontextmanager
+    async def _idle(self, model: Model) -> AsyncIterator[None]:
+        """Refuse while the model trains; inside the block no step begins, and no file changes."""
+        self._check_idle(model)  # first: an admission may wait for the steps under way
+        async with self._changing[model.key], self._admission.paused(model):
+            self._check_idle(model)
+            for training in self._admission.steps(model):
                 # Until then a power cut would need the checkpoint before it.
                 await training.sync.ended()
-            synced |= trainings
+            yield
+
+    def _check_idle(self, model: Model) -> None:
+        if not all(training.done for training in self._admission.steps(model)):
+            raise Conflict(
+                f"Model `{model.name}` is training",
+                hint="Wait for the step to end, then try again",
+            )
 
     async def _adopt(self, model: Model) -> None:
         """Serve the newest checkpoint on disk, after others were put there."""
