@@ -147,7 +147,7 @@ def test_our_backend_trains_openpipe_art_0_5_18_without_torch(
     )
     assert told["steps"] == [0, 1, 2, 3]
     # Two supervised steps follow, whose loss falls.
-    assert told["names"] == [f"contract/backend@{step}" for step in (0, 1, 2, 3, 5)]
+    assert told["names"] == [f"backend@{step}" for step in (0, 1, 2, 3, 5)]
     assert told["losses"] == sorted(told["losses"], reverse=True) and len(told["losses"]) == 3
     assert len(told["fingerprints"]) == 4 and all_differ(told["fingerprints"])
     assert (
@@ -192,10 +192,10 @@ def test_our_backend_trains_openpipe_art_0_5_23_with_the_rank_it_asks_for(
     newest_told: Any, serving: Serving
 ) -> None:
     told = newest_told["backend"]
-    assert told["steps"] == [1, 2, 3] and told["last"] == "contract/newest-backend@5"
+    assert told["steps"] == [1, 2, 3] and told["last"] == "newest-backend@5"
     assert len(told["fingerprints"]) == 4 and all_differ(told["fingerprints"])
     name, leased = told["leased"]  # the step stayed until its lease ended
-    assert name == "contract/newest-backend@1"
+    assert name == "newest-backend@1"
     assert leased == pytest.approx(told["fingerprints"][1], abs=1e-4)
     assert steps_on_disk(serving, "newest-backend") == ["0003", "0004", "0005"]
     assert rank(serving, "newest-backend") == 4
@@ -247,10 +247,7 @@ def test_the_pipeline_trainer_of_0_5_23_trains_and_evaluates_on_both_backends(
         cwd=tmp_path,
         timeout=800,  # torch and transformers are compiled at the first start
     )
-    for backend, prefix in (
-        ("serverless", "wandb-artifact:///"),
-        ("backend", "contract/pipeline-backend@"),
-    ):
+    for backend, prefix in (("serverless", "wandb-artifact:///"), ("backend", "pipeline-backend@")):
         found = told[backend]
         check_overlap(serving, f"pipeline-{backend}", found)
         for step, name in found["evaluated"].items():

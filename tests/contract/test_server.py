@@ -137,7 +137,7 @@ async def test_the_real_art_client_trains_two_steps_and_sees_the_weights_change(
         result = await backend.train(model, [group], learning_rate=1e-3)
         assert result.step == step
         assert result.metrics["loss/grad_norm"] > 0
-        assert model.get_inference_name() == f"contract/client@{step}"
+        assert model.get_inference_name() == f"client@{step}"
     checkpoints = serving.state / "contract" / "models" / "client" / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["0000", "0001", "0002"]
     assert all(damage(path) == [] for path in checkpoints.iterdir())

@@ -1,7 +1,5 @@
 """The default address of `ArtBackend`, and the errors it raises."""
 
-from types import SimpleNamespace
-
 import httpx
 import pytest
 
@@ -25,17 +23,6 @@ async def test_the_environment_sets_the_default_address_and_key(
     explicit = ArtBackend("http://127.0.0.1:9", "own")._http
     assert str(explicit.base_url) == "http://127.0.0.1:9"
     assert explicit.headers["authorization"] == "Bearer own"
-
-
-def test_two_projects_with_the_same_run_sample_their_own_weights() -> None:
-    backend = ArtBackend("http://127.0.0.1:9")
-    backend._steps = {("a", "run"): 1, ("b", "run"): 2}
-    a, b = (SimpleNamespace(name="alias", run_name="run", project=project) for project in "ab")
-    names = [backend._model_inference_name(model) for model in (a, b)]
-    assert names == ["a/run@1", "b/run@2"]
-    assert backend._model_inference_name(a, 7) == "a/run@7"
-    old = SimpleNamespace(name="run", project="b")  # before 0.5.19
-    assert backend._model_inference_name(old) == "b/run@2"
 
 
 @pytest.mark.parametrize(

@@ -53,15 +53,12 @@ class ArtBackend:
         return base_url, api_key
 
     def _model_inference_name(self, model: Any, step: int | None = None) -> str:
-        """Return `PROJECT/RUN@STEP`; without a step, the leased or the newest that was seen.
-
-        Without the project, the server would take a run of the same name that is in another one.
-        """
+        """Return `RUN@STEP`. The default is the leased step, or the newest that was seen."""
         run = _run(model)
         if step is None:
             step = _leased.get({}).get((model.project, run))
         newest = self._steps.get((model.project, run), 0)
-        return f"{model.project}/{run}@{newest if step is None else step}"
+        return f"{run}@{newest if step is None else step}"
 
     async def _get_step(self, model: Any) -> int:
         step = int(await self._post("/_get_step", _wire(model)))
