@@ -8,7 +8,7 @@ nothing.
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,14 +27,25 @@ def path_of(checkpoints: Path, step: int) -> Path:
     return checkpoints / step_name(step)
 
 
+def steps_on_disk(checkpoints: Path) -> list[int]:
+    """Return all steps on disk, damaged or not, lowest first."""
+    if not checkpoints.is_dir():
+        return []
+    return sorted(
+        int(path.name)
+        for path in checkpoints.iterdir()
+        if STEP_NAME.fullmatch(path.name) and path.is_dir()
+    )
+
+
 def list_steps(checkpoints: Path) -> list[int]:
     """Return the steps of undamaged checkpoints, lowest first; log the damaged ones."""
-    return [step for step in _steps_on_disk(checkpoints) if _is_undamaged(checkpoints, step)]
+    return [step for step in steps_on_disk(checkpoints) if _is_undamaged(checkpoints, step)]
 
 
 def latest(checkpoints: Path) -> int | None:
     """Return the newest undamaged step, or None."""
-    steps = reversed(_steps_on_disk(checkpoints))
+    steps = reversed(steps_on_disk(checkpoints))
     return next((step for step in steps if _is_undamaged(checkpoints, step)), None)
 
 
@@ -57,7 +68,7 @@ def _is_undamaged(checkpoints: Path, step: int) -> bool:
 
 def newest(checkpoints: Path) -> int | None:
     """Return the newest step on disk, damaged or not."""
-    return max(_steps_on_disk(checkpoints), default=None)
+    return max(steps_on_disk(checkpoints), default=None)
 
 
 def verify(path: Path) -> dict[str, Any]:
@@ -125,11 +136,9 @@ def sync(path: Path) -> None:
         raise _cannot_write(path, exc) from exc
 
 
-def delete(checkpoints: Path, keep: Collection[int], *, before: int) -> list[int]:
-    """Delete the checkpoints of steps `before` one that are not in `keep`, and return them."""
-    found = _steps_on_disk(checkpoints)
-    deleted = [step for step in found if step < before and step not in set(keep)]
-    for step in deleted:
+def delete(checkpoints: Path, steps: Iterable[int]) -> None:
+    """Delete the checkpoints of `steps` that are there."""
+    for step in steps:
         # Rename it first, so that a crash in between leaves no damaged checkpoint.
         path = path_of(checkpoints, step)
         trash = path.with_name(f".{path.name}-deleted")
@@ -144,7 +153,6 @@ def delete(checkpoints: Path, keep: Collection[int], *, before: int) -> list[int
             continue  # another request deletes it, too
         except OSError as exc:
             raise storage_error(exc, f"Cannot delete the checkpoint `{path}`") from exc
-    return deleted
 
 
 def steps_to_keep(
@@ -182,16 +190,6 @@ def clean(checkpoints: Path) -> None:
     """Remove the unfinished checkpoints of a killed process."""
     for path in checkpoints.glob(".[0-9]*-*"):
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _steps_on_disk(checkpoints: Path) -> list[int]:
-    if not checkpoints.is_dir():
-        return []
-    return sorted(
-        int(path.name)
-        for path in checkpoints.iterdir()
-        if STEP_NAME.fullmatch(path.name) and path.is_dir()
-    )
 
 
 def _cannot_write(path: Path, error: OSError) -> StorageError:

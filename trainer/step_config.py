@@ -144,7 +144,8 @@ class SftConfig(Config):
             self.learning_rate if isinstance(self.learning_rate, tuple) else [self.learning_rate]
         )
         _check_size(self)
-        if not rates or min(rates) <= 0:
+        # ART's own schedules end at exactly 0.
+        if not rates or min(rates) < 0 or max(rates) == 0:
             raise ValueError(f"learning_rate is `{self.learning_rate}`, but must be above 0")
         if isinstance(self.batch_size, int) and self.batch_size < 1:
             raise ValueError(f"batch_size is `{self.batch_size}`, but must be at least 1")

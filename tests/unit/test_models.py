@@ -11,6 +11,7 @@ import pytest
 from trainer import checkpoint
 from trainer.config import LoraConfig
 from trainer.errors import NotFound
+from trainer.server import model as model_module
 from trainer.server.journal import Journal, JournaledRequest, interrupted
 from trainer.server.model import Model
 from trainer.server.models import Models
@@ -196,3 +197,25 @@ def test_an_unknown_name_is_answered_with_a_few_of_many_models(tmp_path: Path) -
         models.find("nobody")
     assert "`run0`" in caught.value.hint and "and 82 more" in caught.value.hint
     assert len(caught.value.hint) < 1000
+
+
+def test_a_model_serves_its_steps_while_it_reads_them_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = Models(tmp_path)
+    directory = tmp_path / "p" / "models" / "m"
+    for step in (1, 2):
+        checkpoint_in(directory, step)
+    model = served(models, wire("m"))
+    checkpoint_in(directory, 3)
+    seen = []
+    read = model_module.read_manifest
+
+    def read_while_a_chat_asks(path: Path) -> Any:
+        seen.append((models.find("m@1"), models.find("m")))
+        return read(path)
+
+    monkeypatch.setattr(model_module, "read_manifest", read_while_a_chat_asks)
+    model.read_steps()
+    assert seen == [((model, 1), (model, 2))] * 3
+    assert models.find("m") == (model, 3)

@@ -90,6 +90,14 @@ def test_too_few_learning_rates_are_rejected() -> None:
         prepare_sft(tokenizer, groups(TALK, TALK), config, limit=1000, vocabulary=260)
 
 
+def test_a_schedule_may_end_at_zero_but_must_train_something() -> None:
+    linear = (1e-3, 5e-4, 0.0)  # as `art.utils.sft.create_lr_schedule` makes it
+    assert SftConfig(learning_rate=linear).rates(3) == list(linear)
+    for refused in ((1e-3, -1e-9), (0.0, 0.0), (), 0.0):
+        with pytest.raises(ValueError, match="must be above 0"):
+            SftConfig(learning_rate=refused)
+
+
 def test_the_loss_is_the_mean_cross_entropy_and_falls(tmp_path: Path) -> None:
     directory = resolve("tiny-random")
     learner = Learner("tiny-random", directory, dtype=torch.float32, device=torch.device("cpu"))

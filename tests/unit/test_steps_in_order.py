@@ -278,7 +278,7 @@ def test_no_later_step_is_removed_for_one_whose_checkpoint_was_deleted(tmp_path:
     _journaled(steps, 1, 2, 3)
     steps.model.journal.synced(2)
     steps.model.journal.delivered(2)
-    checkpoint.delete(steps.model.checkpoints, [2, 3], before=4)
+    checkpoint.delete(steps.model.checkpoints, [1])
     steps.model.read_steps()
     assert [request.step for request in steps.model.unfinished()] == [3]
     assert steps.model.step == 3 and [it.step for it in Journal(tmp_path).pending()] == [3]

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 
 from trainer import checkpoint
 from trainer.config import LoraConfig, ServerConfig
-from trainer.errors import Conflict, DiskFull, NotFound, OutOfMemory, TrainerError
+from trainer.errors import DiskFull, OutOfMemory, TrainerError
 from trainer.learner.process import LearnerProcess
 from trainer.server.admission import Admission
 from trainer.server.journal import JournaledRequest
@@ -124,52 +124,6 @@ async def test_a_request_stays_until_it_is_delivered_and_its_checkpoint_synced(
     assert (request.step, request.groups) == (1, [{"number": 1}])
     steps.model.journal.delivered(1)
     assert steps.model.unfinished() == []
-    await steps.admission.stop()
-
-
-async def test_a_leased_step_is_kept_and_one_that_is_being_deleted_cannot_be_leased(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps = Steps(tmp_path)
-    for number in (1, 2, 3):
-        training = steps.train(number)
-        await training.wait()
-        await training.sync.ended()
-    storage = Storage(Models(tmp_path), steps.workers, steps.admission)
-    storage.lease(steps.model, 1, "lease")
-    delete = checkpoint.delete
-
-    def delete_while_another_client_asks(
-        checkpoints: Path, keep: Collection[int], *, before: int
-    ) -> list[int]:
-        with pytest.raises(NotFound, match="no checkpoint of step `2`"):
-            storage.lease(steps.model, 2, "late")
-        return delete(checkpoints, keep, before=before)
-
-    monkeypatch.setattr(checkpoint, "delete", delete_while_another_client_asks)
-    assert await storage.keep(steps.model, []) == [2]
-    assert sorted(steps.model.steps) == [1, 3] == checkpoint.list_steps(steps.model.checkpoints)
-    await steps.admission.stop()
-
-
-async def test_a_step_that_begins_while_checkpoints_are_deleted_is_not_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps = Steps(tmp_path)
-    for number in (1, 2):
-        await steps.train(number).wait()
-    storage = Storage(Models(tmp_path), steps.workers, steps.admission)
-    loads = asyncio.Event()
-    monkeypatch.setattr(steps.workers, "load", lambda *_: loads.wait())
-    keeping = asyncio.create_task(storage.keep(steps.model, []))
-    await asyncio.sleep(0)  # it waits for the second step's files
-    following = steps.train(3)
-    with pytest.raises(Conflict, match="is training"):
-        await keeping
-    loads.set()
-    await following.wait()
-    assert await storage.keep(steps.model, []) == [1, 2]
-    assert checkpoint.list_steps(steps.model.checkpoints) == [3]
     await steps.admission.stop()
 
 

@@ -4,7 +4,9 @@ import asyncio
 import logging
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from pathlib import Path
 
 from trainer.errors import Conflict
 from trainer.server import captured
@@ -35,6 +37,8 @@ class Admission:
         self._reports = reports
         self._trainings: defaultdict[str, dict[int, Training]] = defaultdict(dict)
         """The last steps of each model since this server started, in order."""
+        self._written: dict[str, JournaledRequest] = {}
+        """The request of each model that is being journaled, before its step begins."""
         self._admitting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     @property
@@ -51,8 +55,29 @@ class Admission:
         """The model's last steps since this server started, in order, under way or done."""
         return list(self._trainings.get(model.key, {}).values())
 
+    def used(self) -> set[Path]:
+        """The checkpoints that the steps under way of all models read, without links."""
+        under_way = [it for known in self._trainings.values() for it in known.values()]
+        paths: list[Path] = []
+        for training in under_way:
+            if not training.done:
+                # A step that a killed server has written is read, too.
+                step = training.request.step
+                paths += [training.model.path(step), training.model.path(step - 1)]
+        requests = [it.request for it in under_way if not it.done]
+        for request in (*requests, *self._written.values()):
+            if reference := request.config.get("kl_ref_adapter_path"):
+                paths.append(Path(reference))
+        return {path.resolve() for path in paths}
+
     def find(self, model: Model, step: int) -> Training | None:
         return self._trainings.get(model.key, {}).get(step)
+
+    @asynccontextmanager
+    async def paused(self, model: Model) -> AsyncIterator[None]:
+        """Let requests to train the model wait inside the block; steps under way go on."""
+        async with self._admitting[model.key]:
+            yield
 
     async def forget(self, model: Model) -> None:
         """Forget a deleted model: its steps, and everything that it sampled.
@@ -109,7 +134,11 @@ class Admission:
                 groups=request.trajectory_groups,
                 config=config(parent).model_dump(mode="json"),
             )
-            await asyncio.to_thread(self._write, model, journaled)
+            self._written[model.key] = journaled
+            try:
+                await asyncio.to_thread(self._write, model, journaled)
+            finally:
+                del self._written[model.key]
             if newest and newest.failed:  # while the request was written
                 model.journal.forget(journaled.step)
                 raise newest.failed_first(journaled.step)

@@ -13,7 +13,7 @@ from kit.types import Json
 from trainer.config import ServerConfig
 from trainer.engines.choose import engine_kind
 from trainer.engines.engine import Delta, SampleRequest
-from trainer.errors import BadRequest
+from trainer.errors import BadRequest, Conflict
 from trainer.exact_tokens import new_choice_id
 from trainer.server import history
 from trainer.server.admission import Admission
@@ -227,6 +227,11 @@ class Backend:
             )
 
         def settings(parent: int) -> StepConfig:
+            if self.models.get(request.model) is not model:  # raises if there is none any more
+                raise Conflict(
+                    f"Model `{model.name}` was deleted while its request waited",
+                    hint="Register the model that has its name now, and send the request again",
+                )
             config = step_config(request, model, parent)
             _check_something(request.trajectory_groups)
             return config

@@ -130,10 +130,9 @@ class Model:
 
     def read_steps(self) -> None:
         """Read the checkpoints on disk. This hashes every file, so it is too slow per request."""
-        self.steps = {}
-        for step in checkpoint.list_steps(self.checkpoints):
-            self.add_step(step)
-        self.step = max(self.steps, default=0)
+        # At once in the end: chats find their step in the old ones while this reads and hashes.
+        steps = {step: self._lora_hash(step) for step in checkpoint.list_steps(self.checkpoints)}
+        self.steps, self.step = steps, max(steps, default=0)
 
     def has_whole(self, step: int) -> bool:
         """Whether the checkpoint of `step` is on disk and every file matches its hash."""
@@ -168,7 +167,11 @@ class Model:
 
     def add_step(self, step: int) -> None:
         """Add a checkpoint that was just written."""
+        self.steps[step] = self._lora_hash(step)
+
+    def _lora_hash(self, step: int) -> str:
+        """The sha256 of a step's LoRA by its manifest, whose files are trusted from here on."""
         manifest = read_manifest(self.path(step)) or {"files": {}}
         lora = manifest["files"].get("adapter_model.safetensors", {})
-        self.steps[step] = str(lora.get("sha256", ""))
         trust(self.path(step))
+        return str(lora.get("sha256", ""))

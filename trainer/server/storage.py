@@ -5,22 +5,26 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Iterable
+from collections import defaultdict
+from collections.abc import AsyncIterator, Collection, Coroutine, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
-from kit.state_dir import CHECKPOINTS, MODELS, STEP_NAME, model_path, step_name
+from kit.manifest import read_manifest
+from kit.state_dir import CHECKPOINTS, model_path, step_name
+from kit.types import Json
 from trainer import checkpoint
-from trainer.errors import BadRequest, Conflict, NotFound, Unsupported, storage_error
-from trainer.processes.worker import environment_without_keys
+from trainer.errors import BadRequest, CheckpointError, Conflict, NotFound, storage_error
+from trainer.server import s3
 from trainer.server.admission import Admission
 from trainer.server.model import Model
 from trainer.server.models import Models
-from trainer.server.training import Training
 from trainer.server.wire import ForkRequest, S3Request
 from trainer.server.workers import Workers
 
 logger = logging.getLogger(__name__)
 LEASE_SECONDS = 300  # a client renews its lease before
+DELETING_SECONDS = 2.0  # clients of generation 1 give up after 5
 
 
 class Storage:
@@ -30,17 +34,43 @@ class Storage:
         self._models = models
         self._workers = workers
         self._admission = admission
-        self._unloading: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
+        self._changing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """Held by whatever changes files of a model's checkpoints, except its steps."""
 
     async def keep(self, model: Model, steps: Collection[int]) -> list[int]:
-        """Delete all checkpoints except `steps`, leased ones, and the newest."""
-        await self._wait_until_idle(model)
+        """Delete all checkpoints except `steps`, the newest, and those that are in use.
+
+        Returns the deleted steps. They are not served any more, but a part of their files may be
+        deleted later: clients delete while the next step trains, and wait only seconds.
+        """
+        newest = model.step  # before the first `await`: nobody has asked to delete a later one
+        found = await asyncio.to_thread(checkpoint.steps_on_disk, model.checkpoints)
         _forget_ended(model.leases)
         kept = {*steps, *(step for step, _ in model.leases.values())}
-        newest = model.step  # a step that begins meanwhile may have written another one
-        # First, so that nobody leases a step that is being deleted.
-        self._forget(model, [step for step in model.steps if step < newest and step not in kept])
-        return await asyncio.to_thread(checkpoint.delete, model.checkpoints, kept, before=newest)
+        used = self._admission.used()
+        chosen = [
+            step
+            for step in found
+            if step < newest and step not in kept and model.path(step).resolve() not in used
+        ]
+        self._forget(model, chosen)  # first, so that nobody leases a step that is being deleted
+        deleting = self._in_background(self._delete(model, chosen, newest))
+        await asyncio.wait([deleting], timeout=DELETING_SECONDS)
+        if deleting.done() and not deleting.cancelled():
+            deleting.result()  # raises what the client can know in time
+        return chosen
+
+    async def _delete(self, model: Model, steps: list[int], newest: int) -> None:
+        async with self._changing[model.key]:
+            for training in self._admission.steps(model):
+                if training.request.step <= newest:
+                    # Until then a power cut would need the checkpoint before it.
+                    await training.finished()
+                    await training.sync.ended()
+            # A pull that ran before may have brought one of them back.
+            gone = [step for step in steps if step not in model.steps]
+            await asyncio.to_thread(checkpoint.delete, model.checkpoints, gone)
 
     def lease(self, model: Model, step: int, id: str) -> None:
         """Keep the checkpoint of `step` until the lease `id` ends or is released."""
@@ -54,7 +84,10 @@ class Storage:
 
     async def delete_model(self, model: Model) -> None:
         """Delete a model and all its files, but nothing that a link points to."""
-        await self._wait_until_idle(model)
+        async with self._idle(model):
+            await self._delete_model(model)
+
+    async def _delete_model(self, model: Model) -> None:
         for path in (model.directory, *model.directory.parents[:2]):
             if path.is_symlink():
                 raise Conflict(
@@ -74,15 +107,22 @@ class Storage:
 
     async def fork(self, model: Model, request: ForkRequest) -> None:
         """Start `model` from a checkpoint of another run, at that checkpoint's step."""
-        await self._wait_until_idle(model)
+        async with self._idle(model):
+            await self._fork(model, request)
+
+    async def _fork(self, model: Model, request: ForkRequest) -> None:
         project = request.from_project or model.project
         with tempfile.TemporaryDirectory() as temporary:
             source = model_path(self._models.state, project, request.from_model)
             if request.from_s3_bucket:
                 source = Path(temporary)
-                s3 = _s3_path(request.from_s3_bucket, request.prefix, project, request.from_model)
+                remote = s3.path_of(
+                    request.from_s3_bucket, request.prefix, project, request.from_model
+                )
                 target = str(source / CHECKPOINTS)
-                await _aws("s3", "sync", f"{s3}/{CHECKPOINTS}", target, verbose=request.verbose)
+                await s3.aws(
+                    "s3", "sync", f"{remote}/{CHECKPOINTS}", target, verbose=request.verbose
+                )
             step = await asyncio.to_thread(
                 _newest, source / CHECKPOINTS, request.not_after_step, request.from_model
             )
@@ -92,16 +132,8 @@ class Storage:
                     hint="Fork into a new model",
                 )
             path = checkpoint.path_of(source / CHECKPOINTS, step)
-            lora = model.lora.model_dump(mode="json", exclude={"seed"})
             manifest = await asyncio.to_thread(checkpoint.verify, path)
-            if (
-                manifest.get("base_model") != self._models.base_model
-                or manifest.get("lora") != lora
-            ):
-                raise Conflict(
-                    f"Checkpoint `{step}` of `{request.from_model}` has another base model or LoRA",
-                    hint="Fork from a run with the same base model and `peft_args`",
-                )
+            _check_fits(manifest, model, self._models.base_model, f"`{request.from_model}`")
             await asyncio.to_thread(checkpoint.fork, path, model.checkpoints)
         await self._adopt(model)
 
@@ -109,56 +141,73 @@ class Storage:
         """Copy the model's directory to S3, in ART's layout."""
         if request.only_step is not None:
             raise BadRequest("A push has no `only_step`", hint="Remove it; it is for pulls")
-        s3 = _s3_path(request.s3_bucket, request.prefix, model.project, model.name)
-        # Unfinished checkpoints, and the journal of this server, stay here.
-        flags = ["--exclude", "journal*", "--exclude", f"{CHECKPOINTS}/.*"]
-        await _aws(
-            "s3",
-            "sync",
-            str(model.directory),
-            s3,
-            *flags,
-            *_delete_flag(request),
-            verbose=request.verbose,
-        )
+        remote = s3.path_of(request.s3_bucket, request.prefix, model.project, model.name)
+        flags = (*s3.OWN_FILES, *_delete_flag(request))
+        await s3.aws("s3", "sync", str(model.directory), remote, *flags, verbose=request.verbose)
 
     async def pull(self, model: Model, request: S3Request) -> None:
         """Copy the model's directory from S3, and continue from its newest complete checkpoint."""
-        await self._wait_until_idle(model)
-        s3 = _s3_path(request.s3_bucket, request.prefix, model.project, model.name)
-        local = str(model.directory)
+        async with self._idle(model):
+            await self._pull(model, request)
+
+    async def _pull(self, model: Model, request: S3Request) -> None:
+        remote = s3.path_of(request.s3_bucket, request.prefix, model.project, model.name)
+        # Otherwise a file here that is older and of the same size stays, with other weights.
+        flags = ("--exact-timestamps", *_delete_flag(request))
+        local, wanted = str(model.directory), None
+        before = await asyncio.to_thread(checkpoint.steps_on_disk, model.checkpoints)
         if request.only_step is None:
-            await _aws("s3", "sync", s3, local, *_delete_flag(request), verbose=request.verbose)
+            flags = (*flags, *s3.OWN_FILES)
+            await s3.aws("s3", "sync", remote, local, *flags, verbose=request.verbose)
         else:
             step = request.only_step
-            wanted = step_name(step) if isinstance(step, int) else await _latest_on_s3(s3)
-            target = f"{local}/{CHECKPOINTS}/{wanted}"
-            await _aws(
-                *("s3", "sync", f"{s3}/{CHECKPOINTS}/{wanted}", target, *_delete_flag(request)),
-                verbose=request.verbose,
-            )
-            if not Path(target).is_dir():
-                raise NotFound(f"There is no step `{wanted}` in `{s3}`", hint="Check the step")
+            wanted = step if isinstance(step, int) else await s3.latest_step(remote)
+            name = f"{CHECKPOINTS}/{step_name(wanted)}"
+            places = f"{remote}/{name}", f"{local}/{name}"
+            await s3.aws("s3", "sync", *places, *flags, verbose=request.verbose)
+            if not model.path(wanted).is_dir():
+                raise NotFound(
+                    f"There is no step `{step_name(wanted)}` in `{remote}`", hint="Check the step"
+                )
+        base_model = self._models.base_model or request.model.base_model
+        try:
+            await asyncio.to_thread(_check_pulled, model, wanted, base_model, f"`{remote}`")
+        except Conflict:
+            # Otherwise the next start of the server would serve what this one refuses.
+            found = await asyncio.to_thread(checkpoint.steps_on_disk, model.checkpoints)
+            new = [step for step in found if step not in before]
+            await asyncio.to_thread(checkpoint.delete, model.checkpoints, new)
+            raise
         await self._adopt(model)
-        if not model.steps:
+        if wanted is not None and wanted not in model.steps:
+            raise CheckpointError(
+                f"Step `{wanted}` in `{remote}` is not whole",
+                hint="Push it again, or pull another step",
+            )
+        on_disk = await asyncio.to_thread(checkpoint.steps_on_disk, model.checkpoints)
+        if not model.steps and (before or on_disk):  # else it is the first run of a new model
             raise NotFound(
-                f"`{s3}` holds no checkpoint that this server can use",
+                f"`{remote}` holds no checkpoint that this server can use",
                 hint="Push it from this kind of server: a checkpoint needs its `manifest.json`",
             )
 
-    async def _wait_until_idle(self, model: Model) -> None:
-        """Refuse while the model trains, and wait until its checkpoints are synced."""
-        synced: set[Training] = set()
-        while trainings := set(self._admission.steps(model)) - synced:  # one may begin meanwhile
-            if not all(training.done for training in trainings):
-                raise Conflict(
-                    f"Model `{model.name}` is training",
-                    hint="Wait for the step to end, then try again",
-                )
-            for training in trainings:
+    @asynccontextmanager
+    async def _idle(self, model: Model) -> AsyncIterator[None]:
+        """Refuse while the model trains; inside the block no step begins, and no file changes."""
+        self._check_idle(model)  # first: an admission may wait for the steps under way
+        async with self._changing[model.key], self._admission.paused(model):
+            self._check_idle(model)
+            for training in self._admission.steps(model):
                 # Until then a power cut would need the checkpoint before it.
                 await training.sync.ended()
-            synced |= trainings
+            yield
+
+    def _check_idle(self, model: Model) -> None:
+        if not all(training.done for training in self._admission.steps(model)):
+            raise Conflict(
+                f"Model `{model.name}` is training",
+                hint="Wait for the step to end, then try again",
+            )
 
     async def _adopt(self, model: Model) -> None:
         """Serve the newest checkpoint on disk, after others were put there."""
@@ -176,10 +225,19 @@ class Storage:
     def _forget(self, model: Model, steps: Iterable[int]) -> None:
         """Stop serving `steps`; requests that sample from them finish first, in the background."""
         for step in steps:
-            model.steps.pop(step, None)
-            task = asyncio.create_task(self._unload(model, step))
-            self._unloading.add(task)
-            task.add_done_callback(self._unloading.discard)
+            if model.steps.pop(step, None) is not None:
+                self._in_background(self._unload(model, step))
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and (error := task.exception()):
+            logger.warning("old checkpoints are still in the engine or on disk: %s", error)
 
     async def _unload(self, model: Model, step: int) -> None:
         while model.sampling[step]:
@@ -192,15 +250,6 @@ def _forget_ended(leases: dict[str, tuple[int, float]]) -> None:
     """Drop leases that were not renewed: a client that died keeps nothing for good."""
     for id in [id for id, (_, ends) in leases.items() if ends < time.monotonic()]:
         del leases[id]
-
-
-async def _latest_on_s3(s3: str) -> str:
-    listing = await _aws("s3", "ls", f"{s3}/{CHECKPOINTS}/")
-    names = [line.split()[-1].strip("/") for line in listing.splitlines() if line.strip()]
-    steps = [name for name in names if STEP_NAME.fullmatch(name)]
-    if not steps:
-        raise NotFound(f"There is no checkpoint in `{s3}`", hint="Check the bucket and the prefix")
-    return max(steps, key=int)
 
 
 def _newest(checkpoints: Path, not_after: int | None, name: str) -> int:
@@ -217,43 +266,23 @@ def _newest(checkpoints: Path, not_after: int | None, name: str) -> int:
     return steps[-1]
 
 
-def _s3_path(bucket: str | None, prefix: str | None, project: str, name: str) -> str:
-    if bucket is None:
-        raise BadRequest("No S3 bucket is named", hint="Set `s3_bucket`")
-    parts = [part for part in (prefix or "").split("/") if part]
-    if ".." in parts:
-        raise BadRequest(f"The prefix `{prefix}` leaves its bucket", hint="Remove the `..`")
-    return "/".join([f"s3://{bucket}", *parts, project, MODELS, name])
+def _check_fits(manifest: Json, model: Model, base_model: str | None, source: str) -> None:
+    """Refuse a checkpoint that the model cannot continue from."""
+    lora = model.lora.model_dump(mode="json", exclude={"seed"})
+    base_fits = base_model is None or manifest.get("base_model") == base_model
+    if not base_fits or manifest.get("lora") != lora:
+        raise Conflict(
+            f"Checkpoint `{manifest.get('step')}` of {source} has another base model or LoRA",
+            hint="Use a run with the same base model and `peft_args`",
+        )
+
+
+def _check_pulled(model: Model, step: int | None, base_model: str | None, source: str) -> None:
+    """Check `step`, or the newest one, before it is served; damaged ones never are."""
+    step = checkpoint.latest(model.checkpoints) if step is None else step
+    if step is not None and model.has_whole(step):
+        _check_fits(read_manifest(model.path(step)) or {}, model, base_model, source)
 
 
 def _delete_flag(request: S3Request) -> list[str]:
     return ["--delete"] if request.delete else []
-
-
-async def _aws(*arguments: str, verbose: bool = False) -> str:
-    """Run the AWS CLI, which finds its own credentials, and return its output."""
-    logger.info("aws %s", " ".join(arguments))
-    if shutil.which("aws") is None:
-        raise Unsupported(
-            "S3 needs the AWS CLI, which is not installed where this server runs",
-            hint="Install `awscli` there, or copy checkpoints with `launcher pull`",
-        )
-    process = await asyncio.create_subprocess_exec(
-        "aws",
-        *arguments,
-        env=environment_without_keys(),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    out, err = await process.communicate()
-    if process.returncode:
-        cause = err.decode(errors="replace").strip().splitlines() or [str(process.returncode)]
-        raise BadRequest(
-            f"`aws {' '.join(arguments[:2])}` failed: {cause[-1]}",
-            hint="Check the bucket's name and the server's AWS credentials",
-        )
-    output = out.decode(errors="replace")
-    for line in output.splitlines() if verbose else []:
-        logger.info("aws: %s", line)
-    return output

@@ -16,6 +16,7 @@ from trainer.server import history
 from trainer.server.backend import Backend
 from trainer.server.client_settings import inference_key
 from trainer.server.json_routes import describe, json_router, large
+from trainer.server.model import Model
 from trainer.server.storage import LEASE_SECONDS
 from trainer.server.streams import ClosingStream
 from trainer.server.training import Training
@@ -108,13 +109,17 @@ def _add_experimental(router: APIRouter, backend: Backend) -> None:
         await backend.prepare(body.model)
         await backend.storage.fork(backend.models.get(body.model), body)
 
+    async def registered(wire: ModelWire) -> Model:
+        await backend.register(wire)  # ART's scripts pull before they register
+        return backend.models.get(wire)
+
     @router.post("/_experimental_push_to_s3")
     async def push(body: S3Request) -> None:
-        await backend.storage.push(backend.models.get(body.model), body)
+        await backend.storage.push(await registered(body.model), body)
 
     @router.post("/_experimental_pull_from_s3")
     async def pull(body: S3Request) -> None:
-        await backend.storage.pull(backend.models.get(body.model), body)
+        await backend.storage.pull(await registered(body.model), body)
 
     @router.post("/_experimental_deploy")
     async def deploy(body: DeployRequest) -> None:
