@@ -9,7 +9,7 @@ from launcher.lease import Lease
 from launcher.provider import SETUP, Cost, Run, RunStatus, live_server
 from launcher.settings import Settings
 from launcher.skypilot import launch as sky_launch
-from launcher.skypilot import managed
+from launcher.skypilot import managed, scripts
 from launcher.skypilot.provider import SkyProvider
 from launcher.skypilot.testing import FakeJob, FakeQueue, FakeRequest, FakeSky, FakeStatus
 from launcher.task import Task
@@ -130,7 +130,8 @@ def test_the_job_that_sets_up_several_machines_is_not_mistaken_for_the_server(
     run = launch(sky, tmp_path, "{}", "--num-nodes", "2", "--name", "mine")
     assert run == Run("2", "mine", RunStatus.PENDING)
     (launched,), (executed,) = sky.launched, sky.executed
-    assert (launched.config["setup"], launched.options["name"]) == ("echo set up", SETUP)
+    setup = scripts.setup_first("echo set up")
+    assert (launched.config["setup"], launched.options["name"]) == (setup, SETUP)
     assert sky.tailed == [(1, True, 0)]
     assert (executed["name"], executed["num_nodes"]) == ("mine", 2)
     assert live_server([Run("7", SETUP, RunStatus.RUNNING)]) is None
