@@ -38,7 +38,7 @@ timeout --kill-after=30 $limit bash -c %s
 code=$?
 [ $code != 124 ] || echo "The setup took longer than the lease of $ART_MAX_HOURS hours"
 """
-# A subshell, so that the variables, which SkyPilot gives to a setup, stay there.
+# A subshell, because only a setup has these variables of SkyPilot.
 _SETUP = """(
 export SKYPILOT_SETUP_NODE_IPS="$SKYPILOT_NODE_IPS" SKYPILOT_SETUP_NODE_RANK="$SKYPILOT_NODE_RANK"
 export SKYPILOT_SETUP_NUM_GPUS_PER_NODE="$SKYPILOT_NUM_GPUS_PER_NODE"

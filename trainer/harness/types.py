@@ -115,7 +115,7 @@ class EpisodeItemRole(StrEnum):
 
 
 class Stored(pydantic.BaseModel):
-    """A model that is the same after a file: a NaN in it does not become null."""
+    """A model that reads back from a file as it was: a NaN does not become null."""
 
     model_config = pydantic.ConfigDict(ser_json_inf_nan="constants")
 

@@ -101,12 +101,9 @@ def serve(config: ServerConfig, *, wrap_engine: WrapEngine | None = None) -> Non
     if config.requires_key and config.api_key is None:
         raise ConfigError(
             f"Refusing to listen on `{config.host}` without a key",
-            hint="Set `ART_API_KEY`"
-            + (
-                ", or remove `--require-key`"
-                if config.require_key
-                else ", or stay on `127.0.0.1` and use `launcher tunnel`"
-            ),
+            hint="Set `ART_API_KEY`, or remove `--require-key`"
+            if config.require_key
+            else "Set `ART_API_KEY`, or stay on `127.0.0.1` and use `launcher tunnel`",
         )
     if config.ray and config.api_key is None:
         raise ConfigError(

@@ -59,7 +59,7 @@ class Model:
         return sorted(filter(self.serves, self.steps))
 
     def serves(self, step: int) -> bool:
-        """Whether a step may be sampled. A newer one may have a checkpoint, and fail yet."""
+        """Whether a step may be sampled. A newer one may have a checkpoint and still fail."""
         return step in self.steps and step <= self.step
 
     @property
@@ -130,7 +130,7 @@ class Model:
 
     def read_steps(self) -> None:
         """Read the checkpoints on disk. This hashes every file, so it is too slow per request."""
-        # At once in the end: chats find their step in the old ones while this reads and hashes.
+        # Assigned at the end: until then, chats find their step among the old ones.
         steps = {step: self._lora_hash(step) for step in checkpoint.list_steps(self.checkpoints)}
         self.steps, self.step = steps, max(steps, default=0)
 

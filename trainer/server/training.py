@@ -193,7 +193,7 @@ class Training:
         self._attempt(self._reports.step_failed, self.model, error)
         if self._next:
             await self._next.finished()  # a restart must not find it without this one
-        # Otherwise the next step would take this checkpoint for its own, the engine its weights.
+        # Otherwise the next step of this number would be served with these weights.
         if self.request.step > self.model.step:
             with suppress(TrainerError):
                 await self._workers.unload(self.model, self.request.step)

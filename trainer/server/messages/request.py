@@ -106,7 +106,7 @@ class MessagesRequest(CountRequest):
     max_tokens: int = Field(ge=1)
     stop_sequences: list[str] | None = None
     stop: str | list[str] | None = None
-    """The name of a chat for the same; both may be sent."""
+    """The name that chats have for `stop_sequences`; both may be sent."""
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
