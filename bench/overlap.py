@@ -212,7 +212,9 @@ def measure(arguments: argparse.Namespace, engine: str, table: Table) -> None:
         directory = Path(folder)
         base = 0.0
         with serving(arguments, engine, directory):
-            rows, _ = run(arguments, directory, "warm", steps=arguments.warm, latency=0)
+            rows = []
+            if arguments.warm:
+                rows, _ = run(arguments, directory, "warm", steps=arguments.warm, latency=0)
             for number, row in enumerate(rows, 1):
                 print(f"{engine}, step {number}: {medians([row])}", flush=True)
             cases = zip(arguments.latency, itertools.cycle(arguments.steps), strict=False)

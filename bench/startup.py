@@ -1,11 +1,11 @@
 """Measures how soon a server trains: `trainer serve` until its first step is served, and its steps.
 
     git archive OLD | tar x -C /tmp/old      # an older version of this project
-    python bench/startup.py --base-model DIR --tree /tmp/old . [--engine vllm] [--steps 3] [--write]
+    python bench/startup.py --base-model DIR --tree /tmp/old . [--engine vllm] [--kept] [--write]
 
-Each version starts as on a new machine, with nothing compiled. The last one starts a second time
-with the compiled code that its bucket has kept. A step samples `groups` groups of `size` answers
-over the OpenAI API, rewards them at random and trains on them over ART's protocol.
+Each version starts as on a new machine, with nothing compiled; with `--kept` the last one starts a
+second time with the compiled code that its bucket has kept. A step samples `groups` groups of
+`size` answers over the OpenAI API, rewards them at random and trains on them over ART's protocol.
 """
 
 import argparse
@@ -37,12 +37,12 @@ def tokens(batch: Batch) -> int:
     return sum(len(choice["logprobs"]["content"]) for choice in choices)
 
 
-async def steps(arguments: argparse.Namespace) -> list[tuple[float, float, float]]:
+async def steps(arguments: argparse.Namespace, count: int) -> list[tuple[float, float, float]]:
     """Return when each step was served, its seconds, and its sampled tokens per second."""
     found = []
     async with httpx.AsyncClient(timeout=900) as client:
         model = await prepare(client, arguments)
-        for _ in range(arguments.steps):
+        for _ in range(count):
             began = time.monotonic()
             batch = await sample(client, arguments, model)
             await train(client, arguments, model, batch)
@@ -51,8 +51,10 @@ async def steps(arguments: argparse.Namespace) -> list[tuple[float, float, float
     return found
 
 
-def measure(arguments: argparse.Namespace, tree: Path, home: Path, kept: Path | None) -> list[str]:
-    """Start the server of a version on a machine that has nothing but `kept`."""
+def measure(
+    arguments: argparse.Namespace, tree: Path, home: Path, count: int, kept: Path | None = None
+) -> list[str]:
+    """Train `count` steps with a version, on a machine that has nothing but `kept`."""
     state = arguments.state_dir = home / ".art"
     state.mkdir(parents=True)
     if kept is not None:
@@ -60,7 +62,7 @@ def measure(arguments: argparse.Namespace, tree: Path, home: Path, kept: Path | 
     variables = {name: value for name, value in os.environ.items() if name not in KEPT}
     paths = os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")])
     variables |= {"HOME": str(home), "ART_CACHE": str(home / "cache"), "PYTHONPATH": paths}
-    variables |= {"ART_BUCKET": "bench"} if tree == ROOT else {}
+    variables |= {"ART_BUCKET": "bench"} if arguments.kept and tree == ROOT else {}
     given = {name: getattr(arguments, name) for name in ("engine", "base_model", "port")}
     given |= {"openai_port": arguments.openai_port, "state_dir": state}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
@@ -72,7 +74,7 @@ def measure(arguments: argparse.Namespace, tree: Path, home: Path, kept: Path | 
     try:
         wait_until_served(arguments.openai_port, process, log)
         served = time.monotonic() - began
-        found = asyncio.run(steps(arguments))
+        found = asyncio.run(steps(arguments, count))
     finally:
         process.terminate()
         process.wait()
@@ -80,7 +82,8 @@ def measure(arguments: argparse.Namespace, tree: Path, home: Path, kept: Path | 
     rate = sorted(rate for *_, rate in found[1:])[len(found[1:]) // 2]
     first = found[0][0] - began
     print(f"{tree.name}: served {served:.1f} s, first step {first:.1f} s, {found}", flush=True)
-    return [f"{served:.1f}", f"{first:.1f}", *(f"{one:.1f}" for one in times), f"{rate:.0f}"]
+    shown = [f"{one:.1f}" for one in times] + [""] * (arguments.steps - count)
+    return [f"{served:.1f}", f"{first:.1f}", *shown, f"{rate:.0f}"]
 
 
 def main() -> None:
@@ -94,6 +97,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--row", type=int, default=8192, help="tokens in a packed row")
     parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--kept", action="store_true", help="start again with compiled code")
     parser.add_argument("--write", action="store_true", help="write bench/results/startup.md")
     parser.add_argument("--port", type=int, default=18600 + os.getpid() % 1000)
     parser.add_argument("--openai-port", type=int, default=19600 + os.getpid() % 1000)
@@ -106,11 +110,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trees = [tree.resolve() for tree in arguments.tree]
         for number, tree in enumerate(trees):
-            row = measure(arguments, tree, Path(folder) / str(number), None)
+            # Of an older version only the first step counts, and the speed of sampling.
+            count = arguments.steps if tree == trees[-1] else 2
+            row = measure(arguments, tree, Path(folder) / str(number), count)
             table.add([tree.name, "none", *row])
         kept = Path(folder) / str(len(trees) - 1) / ".art" / COMPILED
-        if kept.exists():
-            row = measure(arguments, trees[-1], Path(folder) / "kept", kept)
+        if arguments.kept:
+            row = measure(arguments, trees[-1], Path(folder) / "kept", arguments.steps, kept)
             table.add([trees[-1].name, "kept", *row])
     what = (
         f"Steps of {arguments.groups} groups of {arguments.size} answers of at most "
