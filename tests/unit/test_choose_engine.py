@@ -6,11 +6,20 @@ import pytest
 
 from kit.config import validate
 from kit.errors import ConfigError, NotInstalled
+from kit.types import Json
 from trainer.base_model.resolve import resolve
 from trainer.config import ServerConfig
 from trainer.engines import choose
 from trainer.engines.vllm import VllmEngine
-from trainer.engines.vllm_args import IN_VLLM, check, command_line, environment, flags, rank_for
+from trainer.engines.vllm_args import (
+    IN_VLLM,
+    check,
+    command_line,
+    defaults,
+    environment,
+    flags,
+    rank_for,
+)
 from trainer.errors import Unsupported, WorkerDied
 from trainer.learner.process import LearnerProcess
 from trainer.machines.members import settings_for
@@ -40,7 +49,7 @@ def test_the_vllm_setting_may_be_a_python_an_environment_or_a_program(tmp_path: 
     (tmp_path / "bin").mkdir()
     for name in ("python", "vllm"):
         (tmp_path / "bin" / name).symlink_to(sys.executable)
-    module = ["-m", "vllm.entrypoints.cli.main", "serve"]
+    module = ["-m", "start_vllm", "serve"]
     python = str(tmp_path / "bin" / "python")
     assert choose.vllm_program(python) == [python, *module]
     assert choose.vllm_program(str(tmp_path)) == [python, *module]
@@ -151,4 +160,21 @@ def test_our_route_and_a_users_middleware_both_reach_vllm(monkeypatch: pytest.Mo
     assert named == ["flat_completions.Middleware", "mine.Middleware"]
     monkeypatch.setenv("PYTHONPATH", "/mine")
     assert environment(cuda=True)["PYTHONPATH"] == f"{IN_VLLM}:/mine"
-    assert (IN_VLLM / "flat_completions.py").is_file()
+    for name in ("flat_completions", "held_outputs", "start_vllm"):
+        assert (IN_VLLM / f"{name}.py").is_file()
+    assert "held_outputs.scheduler" in flags(defaults(resolve("tiny-random"), rank=8, cuda=True))
+
+
+@pytest.mark.parametrize(
+    ("setting", "ours"),
+    [({}, True), ({"enforce_eager": False}, True), ({"enforce_eager": True}, False),
+     ({"max_num_seqs": 16}, False), ({"compilation_config": {"mode": 0}}, False)],
+)  # fmt: skip
+def test_vllm_captures_the_graphs_that_we_name_unless_the_user_decides(
+    tmp_path: Path, setting: Json, ours: bool
+) -> None:
+    engine = VllmEngine(
+        resolve("tiny-random"), program=[], log=tmp_path, rank=8, cuda=True, arguments=setting
+    )
+    sizes = engine._effective_arguments.get("cudagraph_capture_sizes", [])
+    assert (sizes[-1:] == [1024]) == ours

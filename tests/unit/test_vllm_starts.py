@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 from trainer.base_model.resolve import resolve
+from trainer.engines import vllm_args
 from trainer.engines.vllm import VllmEngine
 from trainer.engines.vllm_process import VllmProcess
+from trainer.errors import TrainerError
 from trainer.server.workers import _start_learner
 
 
@@ -75,3 +77,32 @@ async def test_the_learner_loads_as_soon_as_vllm_has_reserved_its_memory(tmp_pat
         await starting
     finally:
         await process.stop()
+
+
+async def test_the_first_lora_on_a_gpu_compiles_what_its_requests_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    posted: list[tuple[str, Any]] = []
+
+    class Process:
+        running, asleep = True, False
+
+        async def post(self, path: str, body: Any) -> None:
+            posted.append((path, body))
+            if len(posted) == 2:
+                raise TrainerError("too long")
+
+    monkeypatch.setattr(vllm_args, "rank_of", lambda _: 8)
+    for cuda in (True, False):
+        engine: Any = VllmEngine(
+            resolve("tiny-random"), program=[], log=tmp_path, rank=8, cuda=cuda, arguments={}
+        )
+        engine._process, engine._context = Process(), 2010
+        for lora in ("run@1", "run@2"):
+            await engine.load(lora, tmp_path)
+    paths = [path.rsplit("/", 1)[1] for path, _ in posted]
+    load, complete = "load_lora_adapter", "completions"
+    assert paths == [load, complete, complete, load, load, load]
+    prompts = [body["prompt"] for path, body in posted if path.endswith(complete)]
+    assert [len(prompt) for prompt in prompts] == [2008, 2001]
+    assert prompts[0][0] != prompts[1][0]

@@ -123,7 +123,7 @@ def vllm_program(setting: str | None) -> list[str]:
                 hint=f"{how_to_install('cluster')} on a GPU machine, set `ART_VLLM` to the "
                 "Python of an environment that has it, or use `--engine embedded`",
             )
-        return [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve"]
+        return [sys.executable, *vllm_args.START]
     path = Path(setting).expanduser()
     if path.is_dir():
         path = path / "bin" / "python"
@@ -135,7 +135,7 @@ def vllm_program(setting: str | None) -> list[str]:
     # Do not resolve the link: Python finds its virtual environment by the link's path.
     path = path.absolute()
     if path.name.startswith("python"):
-        return [str(path), "-m", "vllm.entrypoints.cli.main", "serve"]
+        return [str(path), *vllm_args.START]
     return [str(path), "serve"]
 
 

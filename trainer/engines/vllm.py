@@ -15,15 +15,14 @@ from typing import Any
 
 from kit.types import Json
 from trainer.base_model.architecture import read_architecture
-from trainer.base_model.json_files import read_object
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines import constraints, vllm_args
 from trainer.engines.checks import token_limit
 from trainer.engines.engine import Delta, SampleRequest
 from trainer.engines.vllm_parts import OtherParts
 from trainer.engines.vllm_process import VllmProcess
-from trainer.engines.vllm_sampling import VllmSampler
-from trainer.errors import BadRequest, CheckpointError, Conflict, NotFound, TrainerError, WorkerDied
+from trainer.engines.vllm_sampling import VllmSampler, warm_up
+from trainer.errors import BadRequest, Conflict, NotFound, TrainerError, WorkerDied
 
 logger = logging.getLogger(__name__)
 KEPT = 4  # LoRAs that stay loaded; older ones are loaded again when a request needs them
@@ -52,6 +51,7 @@ class VllmEngine:
         """`reserved` is set when vLLM has its GPU memory; `nodes` machines hold the model."""
         vllm_args.check(arguments, devices, nodes)
         self._model = model
+        self._cuda = cuda
         self._devices = devices if cuda else None
         self._nodes = nodes
         self._parts: OtherParts | None = None
@@ -177,7 +177,8 @@ class VllmEngine:
     @property
     def _effective_arguments(self) -> Json:
         spread = vllm_args.spread(self._arguments, self._devices, self._nodes)
-        return {**self._defaults, **spread, **self._arguments}
+        arguments = {**self._defaults, **spread, **self._arguments}
+        return {**arguments, **vllm_args.graphs(arguments)}
 
     # LoRAs
 
@@ -228,6 +229,8 @@ class VllmEngine:
         except BadRequest as error:
             if "already been loaded" not in error.message:  # by a request that was cancelled
                 raise
+        if self._cuda and not self._loaded:
+            await warm_up(self._process, model=self._name(lora), context=self._context)
         self._loaded[lora] = None
         idle = [name for name in self._loaded if not self._in_use[name]]
         for name in idle[: max(len(self._loaded) - KEPT, 0)]:
@@ -235,19 +238,16 @@ class VllmEngine:
 
     async def _raise_max_rank(self, path: Path) -> None:
         """Restart vLLM if the LoRA's rank exceeds the maximum that vLLM was started with."""
-        config = read_object(path / "adapter_config.json", CheckpointError, "Pull it again")
-        if not isinstance(config.get("r"), int):
-            raise CheckpointError(f"`{path / 'adapter_config.json'}` has no rank `r`")
-        most = self._effective_arguments["max_lora_rank"]
-        if config["r"] <= most:
+        rank, most = vllm_args.rank_of(path), self._effective_arguments["max_lora_rank"]
+        if rank <= most:
             return
         if "max_lora_rank" in self._arguments:
             raise BadRequest(
-                f"The LoRA has rank `{config['r']}`, above `engine_args.max_lora_rank` `{most}`",
+                f"The LoRA has rank `{rank}`, above `engine_args.max_lora_rank` `{most}`",
                 hint="Raise `max_lora_rank`, or remove it",
             )
-        logger.info("restarting vLLM for LoRAs of rank %s", config["r"])
-        self._defaults["max_lora_rank"] = vllm_args.rank_for(config["r"])
+        logger.info("restarting vLLM for LoRAs of rank %s", rank)
+        self._defaults["max_lora_rank"] = vllm_args.rank_for(rank)
         await self._restart()
 
     async def _drop(self, lora: str) -> None:

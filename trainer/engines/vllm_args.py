@@ -7,15 +7,29 @@ from pathlib import Path
 from typing import Any, get_args
 
 from kit.types import Json
+from trainer.base_model.json_files import read_object
 from trainer.base_model.precision import dtype_name
 from trainer.config import Target
 from trainer.engines.gpus import parts_of
-from trainer.errors import Unsupported
+from trainer.errors import CheckpointError, Unsupported
 
 BASE = "base"  # vLLM's name for the model without a LoRA
 IN_VLLM = Path(__file__).parent / "in_vllm"
+START = ("-m", "start_vllm", "serve")  # of `in_vllm`, which is on vLLM's path
 # The ranks that vLLM has kernels for, smallest first.
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+# Numbers of tokens that vLLM captures CUDA graphs for, at 0.4 s each. Its own list has 51, but
+# ends at 512: with 1,024 requests at once it sampled half as many tokens a second as with 512.
+GRAPHS = (
+    *(1, 2, 4, *range(8, 64, 8), *range(64, 128, 16)),
+    *(*range(128, 512, 32), *range(512, 1025, 128)),
+)
+# Settings of vLLM that decide which graphs it captures.
+_GRAPH_SETTINGS = (
+    *("compilation_config", "cudagraph_capture_sizes", "max_cudagraph_capture_size"),
+    *("enforce_eager", "max_num_seqs", "optimization_level", "performance_mode"),
+    *("speculative_config",),
+)
 
 # Settings that would break what the server relies on, and why.
 _WHERE = "the server chooses where vLLM listens, and nothing else may reach it"
@@ -83,11 +97,21 @@ def rank_for(rank: int) -> int:
     raise Unsupported(f"vLLM supports LoRAs up to rank {RANKS[-1]}, not `{rank}`")
 
 
+def rank_of(lora: Path) -> int:
+    """Return the rank of the LoRA in a directory."""
+    path = lora / "adapter_config.json"
+    rank = read_object(path, CheckpointError, "Pull it again").get("r")
+    if not isinstance(rank, int):
+        raise CheckpointError(f"`{path}` has no rank `r`")
+    return rank
+
+
 def defaults(directory: Path, *, rank: int, cuda: bool, shared: bool = True) -> Json:
     """Return our defaults; `shared` is whether the learner uses the same GPUs."""
     settings: Json = {
         "dtype": dtype_name(directory, cuda=cuda),  # the same as the learner's
         "enable_prefix_caching": True,
+        "scheduler_cls": "held_outputs.scheduler",  # of `in_vllm`
         "max_lora_rank": rank_for(rank),
         # A run samples from its newest step; the second is for requests to an older one.
         "max_loras": 2,
@@ -106,6 +130,12 @@ def spread(arguments: Mapping[str, Any], devices: str | None, nodes: int = 1) ->
     tensor = gpus // (parts_of(arguments, nodes) or 1)
     sizes = {"pipeline_parallel_size": nodes, "tensor_parallel_size": tensor}
     return {name: size for name, size in sizes.items() if size > 1}
+
+
+def graphs(arguments: Mapping[str, Any]) -> Json:
+    """Return which CUDA graphs vLLM captures, unless `arguments` decide it."""
+    decided = any(arguments.get(name) for name in _GRAPH_SETTINGS)
+    return {} if decided else {"cudagraph_capture_sizes": list(GRAPHS)}
 
 
 def quantization(kind: str | None) -> Json:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -11,6 +12,25 @@ from trainer.engines.engine import Delta, SampleRequest, TopLogprobs
 from trainer.engines.vllm_choice import VllmChoice
 from trainer.engines.vllm_process import FLAT, VllmProcess
 from trainer.engines.vllm_requests import sampling_body, scores, scoring_body
+from trainer.errors import TrainerError
+
+logger = logging.getLogger(__name__)
+# Longer than the largest CUDA graph. Triton compiles a kernel once for multiples of 16, and once
+# for other numbers.
+WARM_UP = (2048, 2001)
+
+
+async def warm_up(process: VllmProcess, *, model: str, context: int) -> None:
+    """Make vLLM compile what it otherwise compiles while the first requests with a LoRA wait."""
+    for token, length in enumerate(WARM_UP):  # not the same tokens, which would be cached
+        body = {
+            **{"model": model, "prompt": [token] * min(length, context - 2), "max_tokens": 2},
+            **{"logprobs": 0, "ignore_eos": True, "stream": False},
+        }
+        try:
+            await process.post("/v1/completions", body)
+        except TrainerError as error:
+            logger.warning("vLLM could not be warmed up: %s", error.message)
 
 
 class VllmSampler:

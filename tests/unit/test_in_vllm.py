@@ -1,0 +1,96 @@
+"""What runs in vLLM's own process, without vLLM."""
+
+import os
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy
+import pytest
+
+from trainer.engines.in_vllm.held_outputs import scheduler
+from trainer.engines.in_vllm.start_vllm import in_fork
+
+
+class Logprobs(NamedTuple):
+    ids: numpy.ndarray
+    logprobs: numpy.ndarray
+    ranks: numpy.ndarray
+    offsets: None = None
+
+
+class Output(SimpleNamespace):
+    __struct_fields__ = ("request_id", "new_token_ids", "new_logprobs", "finish_reason", "events",
+                         "prefill_stats")  # fmt: skip
+
+
+def output(request: str, token: int, finish: str | None = None, **others: Any) -> Output:
+    rows = Logprobs(numpy.array([[token]]), numpy.array([[-float(token)]]), numpy.array([1]))
+    given = {"events": None, "prefill_stats": None, **others}
+    return Output(
+        request_id=request, new_token_ids=[token], new_logprobs=rows, finish_reason=finish, **given
+    )
+
+
+class Own:
+    """Stands for vLLM's scheduler: it answers with the outputs that it is given."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.requests: dict[str, Any] = {}
+
+    def update_from_output(self, outputs: list[Output]) -> dict[int, Any]:
+        for each in outputs:
+            if each.finish_reason:
+                del self.requests[each.request_id]
+        return {0: SimpleNamespace(outputs=outputs)}
+
+    def finish_requests(self, request: str, status: str) -> None:
+        del self.requests[request]
+
+
+def create(**requests: Any) -> Any:
+    config = SimpleNamespace(scheduler_cls="ours", get_scheduler_cls=lambda: Own)
+    created = scheduler(SimpleNamespace(scheduler_config=config))
+    assert config.scheduler_cls == "ours"
+    for name, (kind, detokenize) in requests.items():
+        parameters = SimpleNamespace(output_kind=SimpleNamespace(name=kind), detokenize=detokenize)
+        created.requests[name] = SimpleNamespace(sampling_params=parameters)
+    return created
+
+
+def test_a_choice_is_handed_over_when_it_ends() -> None:
+    ours = create(flat=("FINAL_ONLY", False))
+    first = output("flat", 5, events=["queued"], prefill_stats="prompt")
+    for each in (first, output("flat", 6)):
+        assert ours.update_from_output([each])[0].outputs == []
+    (whole,) = ours.update_from_output([output("flat", 7, "stop")])[0].outputs
+    assert (whole.new_token_ids, whole.finish_reason) == ([5, 6, 7], "stop")
+    assert whole.new_logprobs.logprobs.tolist() == [[-5.0], [-6.0], [-7.0]]
+    assert whole.new_logprobs.ids.tolist() == [[5], [6], [7]]
+    assert whole.new_logprobs.ranks.tolist() == [1, 1, 1]
+    assert (whole.events, whole.prefill_stats) == (["queued"], "prompt")
+    assert not ours._held
+
+
+@pytest.mark.parametrize("kind", [("DELTA", False), ("FINAL_ONLY", True)])
+def test_tokens_that_somebody_waits_for_are_not_held(kind: tuple[str, bool]) -> None:
+    ours = create(streamed=kind)
+    (each,) = ours.update_from_output([output("streamed", 5)])[0].outputs
+    assert each.new_token_ids == [5]
+    (last,) = ours.update_from_output([output("streamed", 6, "length")])[0].outputs
+    assert last.new_token_ids == [6]
+
+
+def test_nothing_is_kept_of_a_request_that_was_aborted() -> None:
+    ours = create(gone=("FINAL_ONLY", False), stays=("FINAL_ONLY", False))
+    ours.update_from_output([output("gone", 5), output("stays", 6)])
+    ours.finish_requests("gone", "aborted")
+    assert list(ours._held) == ["stays"]
+
+
+def test_a_forked_process_answers_or_none_does() -> None:
+    def dies() -> None:
+        os._exit(3)
+
+    assert in_fork(lambda: {"pid": os.getpid()})["pid"] != os.getpid()
+    assert in_fork(lambda: 1 // 0) is None
+    assert in_fork(dies) is None
