@@ -52,7 +52,8 @@ def ours(model: str, scenario: str) -> Callable[[], None]:
     from trainer.base_model.resolve import resolve
     from trainer.config import LoraConfig
     from trainer.learner.gradient import row_logprobs
-    from trainer.learner.pack import Sample, pack
+    from trainer.learner.pack import pack
+    from trainer.learner.prefix_tree import Sample
     from trainer.policy.device import keep_freed_memory
     from trainer.policy.model import load_model
 

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from trainer.base_model.architecture import parse_architecture
 from trainer.config import LoraConfig
-from trainer.learner.pack import Row, Sample, pack
+from trainer.learner.pack import Row, pack
+from trainer.learner.prefix_tree import Sample
 from trainer.policy.attention import inverse_frequencies
 from trainer.policy.compiled import CompiledLayers
 from trainer.policy.model import Policy, assemble, init_lora

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from trainer.config import LoraConfig
 from trainer.learner.gradient import row_logprobs
-from trainer.learner.pack import Row, Sample, pack
+from trainer.learner.pack import Row, pack
+from trainer.learner.prefix_tree import Sample
 from trainer.policy.compiled import CompiledLayers
 from trainer.policy.compiled_layer import part_joined
 from trainer.policy.model import Policy, load_model, lora_state

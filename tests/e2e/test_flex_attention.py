@@ -6,7 +6,8 @@ import random
 import pytest
 import torch
 
-from trainer.learner.pack import Row, Sample, pack
+from trainer.learner.pack import Row, pack
+from trainer.learner.prefix_tree import Sample
 from trainer.policy.attention import attend
 
 

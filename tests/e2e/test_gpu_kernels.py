@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from trainer.learner.pack import Sample, pack
+from trainer.learner.pack import pack
+from trainer.learner.prefix_tree import Sample
 from trainer.policy.attention import attend
 from trainer.policy.compiled_layer import LARGEST_RANK, rotate, row_mask
 from trainer.policy.kernels import tree_attention

@@ -10,7 +10,8 @@ from torch import Tensor
 from trainer.base_model.resolve import resolve
 from trainer.config import LoraConfig
 from trainer.learner.gradient import row_logprobs
-from trainer.learner.pack import Row, Sample, pack
+from trainer.learner.pack import Row, pack
+from trainer.learner.prefix_tree import Sample
 from trainer.policy.compiled import CompiledLayers
 from trainer.policy.model import Policy, load_model, lora_state
 

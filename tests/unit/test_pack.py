@@ -12,8 +12,9 @@ from trainer.base_model.resolve import resolve
 from trainer.config import LoraConfig
 from trainer.learner.gradient import row_logprobs
 from trainer.learner.grpo import LossInputs, grpo_loss
-from trainer.learner.pack import Row, Sample, pack
+from trainer.learner.pack import Row, pack
 from trainer.learner.plot import panels_of
+from trainer.learner.prefix_tree import Sample
 from trainer.policy.lora import lora_parameters
 from trainer.policy.model import Policy, load_model
 from trainer.step_config import GrpoConfig
@@ -148,6 +149,7 @@ def test_sharing_and_packing_change_neither_loss_nor_lora_gradients(
     for rows in (
         pack(samples, length=length),
         pack(samples, length=length, share=False),
+        pack(samples, length=length, full=True),
     ):
         loss, gradients = loss_and_gradients(policy, rows)
         torch.testing.assert_close(loss, expected_loss, atol=1e-3, rtol=1e-5)
@@ -165,6 +167,36 @@ def test_rows_respect_their_length_and_lose_nothing() -> None:
     assert chosen == sorted(
         token for one in samples for token, mine in zip(one.ids, one.mask, strict=True) if mine
     )
+
+
+def groups(count: int, *, prompt: int, own: int, size: int = 8) -> list[Sample]:
+    draw = random.Random(0)
+    prompts = [[draw.randrange(260) for _ in range(prompt)] for _ in range(count)]
+    return [
+        sample(
+            prompts[group] + [draw.randrange(260) for _ in range(own)],
+            list(range(prompt, prompt + own)),
+            group=group,
+            number=number,
+        )
+        for group in range(count)
+        for number in range(size)
+    ]
+
+
+def test_a_gpu_divides_groups_to_fill_rows_but_never_stores_a_long_prompt_for_nothing() -> None:
+    # Each group needs 520 of 800 tokens: three of them fit into two rows.
+    samples = groups(12, prompt=40, own=60)
+    assert len(pack(samples, length=800)) == 12
+    rows = pack(samples, length=800, full=True)
+    assert len(rows) == 8
+    assert max(len(row.tokens) for row in rows) <= 800
+    whole = [one for row in rows for one in row.samples]
+    assert sorted(map(id, whole)) == sorted(map(id, samples))
+    # What is free beside a long prompt does not hold that prompt again.
+    samples = groups(4, prompt=500, own=25)
+    (before, after) = (pack(samples, length=800, full=full) for full in (False, True))
+    assert [row.tokens.tolist() for row in after] == [row.tokens.tolist() for row in before]
 
 
 def test_the_picture_shows_every_chosen_token_at_its_predictor() -> None:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
-from trainer.learner.pack import Row, Sample, pack
+from trainer.learner.pack import Row, pack
+from trainer.learner.prefix_tree import Sample
 from trainer.policy.tree_mask import BLOCK, Lengths, tree_mask
 
 

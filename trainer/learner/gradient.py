@@ -12,7 +12,8 @@ from torch.nn.functional import pad
 
 from trainer.errors import Diverged, Unsupported
 from trainer.learner.grpo import LossInputs, effective_sample_size, grpo_loss
-from trainer.learner.pack import Row, Sample, pack
+from trainer.learner.pack import Row, pack
+from trainer.learner.prefix_tree import Sample
 from trainer.learner.prepare import Metrics, Prepared
 from trainer.learner.record import Recording
 from trainer.learner.state import ADAPTER, State, read_tensors
@@ -179,7 +180,7 @@ def batches_of(
     """The rows of each gradient step, in random order drawn from the run's generator."""
     if not prepared.samples:
         return []
-    rows = pack(prepared.samples, length=config.packed_sequence_length)
+    rows = pack(prepared.samples, length=config.packed_sequence_length, full=device.type == "cuda")
     order = torch.randperm(len(rows), generator=state.generator).tolist()
     prepared.metrics |= {
         "data/step_num_rows": float(len(rows)),

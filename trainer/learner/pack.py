@@ -8,8 +8,7 @@ shared position, so nothing is stored twice or padded.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,46 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from trainer.learner.prefix_tree import Ids, PrefixTree, Sample
 from trainer.policy.cpu_attention import Block, plan_blocks
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-Ids = NDArray[np.int64]
 Column = NDArray[np.int64] | NDArray[np.float64]
-
-
-@dataclass
-class Sample:
-    """One token sequence with the data that the loss needs."""
-
-    ids: list[int]
-    mask: list[bool]
-    logprobs: list[float]
-    advantage: float
-    weight: float
-    group: int  # only sequences of one group share prefixes
-    trajectory: int
-    number: int = 0  # of the trajectory in its group
-
-    @cached_property
-    def array(self) -> Ids:
-        return np.asarray(self.ids, dtype=np.int64)
-
-    @cached_property
-    def chosen(self) -> Ids:
-        """Places of the chosen tokens; the first token of all is predicted by none."""
-        return np.flatnonzero(np.asarray(self.mask[1:])) + 1
-
-    @cached_property
-    def inputs(self) -> int:
-        """Number of tokens the model must read: up to the last that predicts a chosen token."""
-        return len(self.mask) - 1 - self.mask[::-1].index(True)
-
-    @property
-    def read(self) -> Ids:
-        """The tokens that the model must read."""
-        return self.array[: self.inputs]
 
 
 @dataclass(frozen=True)
@@ -112,89 +78,14 @@ class Row:
 TENSORS = frozenset(item.name for item in fields(Row) if item.type is Tensor)
 
 
-@dataclass
-class _Segment:
-    ids: Ids
-    start: int
-    parent: int | None
-    children: dict[int, int] = field(default_factory=dict)  # first token -> segment
+def pack(
+    samples: Sequence[Sample], *, length: int | None, share: bool = True, full: bool = False
+) -> list[Row]:
+    """Pack `samples` into rows of at most `length` tokens. None fits the longest sample.
 
-
-class PrefixTree:
-    """The sequences of one group, with every shared prefix stored once."""
-
-    def __init__(self) -> None:
-        self.segments: list[_Segment] = []
-        self.roots: dict[int, int] = {}
-        self.samples: list[Sample] = []
-        self.size = 0
-
-    def cost(self, ids: Ids) -> int:
-        """The number of tokens that `ids` would add."""
-        return len(ids) - self._walk(ids)[1]
-
-    def add(self, sample: Sample) -> None:
-        ids = sample.read
-        at, matched, inside = self._walk(ids)
-        if at is not None and inside < len(self.segments[at].ids):
-            self._split(at, inside)
-        if matched < len(ids):
-            self._attach(at, _Segment(ids[matched:], matched, at))
-            self.size += len(ids) - matched
-        self.samples.append(sample)
-
-    def path(self, ids: Ids) -> list[int]:
-        """The segments from the root to the end of `ids`, which must be in the tree."""
-        at, children, found = 0, self.roots, []
-        while at < len(ids):
-            index = children[int(ids[at])]
-            found.append(index)
-            at += len(self.segments[index].ids)
-            children = self.segments[index].children
-        return found
-
-    def order(self) -> list[int]:
-        """The segments in depth-first order, parents before children."""
-        stack, order = list(reversed(self.roots.values())), []
-        while stack:
-            index = stack.pop()
-            order.append(index)
-            stack += reversed(self.segments[index].children.values())
-        return order
-
-    def _walk(self, ids: Ids) -> tuple[int | None, int, int]:
-        """Return the segment reached, all tokens matched, and those matched in that segment."""
-        at: int | None = None
-        matched, inside, children = 0, 0, self.roots
-        while matched < len(ids) and int(ids[matched]) in children:
-            at = children[int(ids[matched])]
-            segment = self.segments[at]
-            length = min(len(segment.ids), len(ids) - matched)
-            differs = np.nonzero(segment.ids[:length] != ids[matched : matched + length])[0]
-            inside = int(differs[0]) if len(differs) else length
-            matched += inside
-            if inside < len(segment.ids):
-                break
-            children = segment.children
-        return at, matched, inside
-
-    def _split(self, at: int, inside: int) -> None:
-        """Split a segment in two. Its index keeps the upper part."""
-        segment = self.segments[at]
-        lower = _Segment(segment.ids[inside:], segment.start + inside, at, segment.children)
-        for child in lower.children.values():
-            self.segments[child].parent = len(self.segments)
-        segment.ids, segment.children = segment.ids[:inside], {}
-        self._attach(at, lower)
-
-    def _attach(self, parent: int | None, segment: _Segment) -> None:
-        children = self.roots if parent is None else self.segments[parent].children
-        children[int(segment.ids[0])] = len(self.segments)
-        self.segments.append(segment)
-
-
-def pack(samples: Sequence[Sample], *, length: int | None, share: bool = True) -> list[Row]:
-    """Pack `samples` into rows of at most `length` tokens. None fits the longest sample."""
+    With `full`, groups are divided where that saves a row: a GPU computes rows of `length` tokens
+    whatever they hold. A CPU computes only the tokens, and a divided group has more of them.
+    """
     longest = max(sample.inputs for sample in samples)
     if length is None:
         length = math.ceil(longest / 2048) * 2048
@@ -202,12 +93,39 @@ def pack(samples: Sequence[Sample], *, length: int | None, share: bool = True) -
     bins: list[list[PrefixTree]] = []
     for tree in sorted(_trees(samples, length, share), key=lambda tree: -tree.size):
         for trees in bins:
-            if sum(other.size for other in trees) + tree.size <= length:
+            if _size(trees) + tree.size <= length:
                 trees.append(tree)
                 break
         else:
             bins.append([tree])
+    while full and (fewer := _with_one_less(bins, length)):
+        bins = fewer
     return [_row(trees, length) for trees in bins]
+
+
+def _size(trees: list[PrefixTree]) -> int:
+    return sum(tree.size for tree in trees)
+
+
+def _with_one_less(bins: list[list[PrefixTree]], length: int) -> list[list[PrefixTree]] | None:
+    """Move the samples of the emptiest bin to the others, or return None if they do not fit."""
+    *others, emptiest = sorted(bins, key=_size, reverse=True)
+    left = [sample for tree in emptiest for sample in tree.samples]
+    result = []
+    for trees in others:  # the fullest first, so that the emptiest stay so and can be next
+        free, parts, kept = length - _size(trees), dict[int, PrefixTree](), []
+        for sample in left:
+            part = parts.get(sample.group) or PrefixTree()
+            cost = part.cost(sample.read)
+            if cost > free:
+                kept.append(sample)
+                continue
+            part.add(sample)
+            parts[sample.group] = part
+            free -= cost
+        left = kept
+        result.append([*trees, *parts.values()])
+    return None if left else result
 
 
 def _trees(samples: Sequence[Sample], length: int, share: bool) -> list[PrefixTree]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.errors import BadRequest
-from trainer.learner.pack import Sample
+from trainer.learner.prefix_tree import Sample
 from trainer.learner.tokenize import Tokenized, tokenize_trajectory
 from trainer.rewards import are_equal, reward_of
 from trainer.step_config import GrpoConfig

@@ -13,7 +13,7 @@ from typing import Any
 from trainer import exact_tokens
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.errors import BadRequest
-from trainer.learner.pack import Sample
+from trainer.learner.prefix_tree import Sample
 from trainer.learner.prepare import Prepared, check_ids
 from trainer.learner.tokenize import Tokenized, tokenize_trajectory
 from trainer.step_config import GrpoConfig, SftConfig

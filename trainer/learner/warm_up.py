@@ -12,7 +12,8 @@ import torch
 
 from trainer.config import LoraConfig
 from trainer.learner.gradient import completion_logprobs, row_logprobs
-from trainer.learner.pack import Row, Sample, pack
+from trainer.learner.pack import Row, pack
+from trainer.learner.prefix_tree import Sample
 from trainer.policy.compiled import CompiledLayers
 from trainer.policy.model import load_model
 
