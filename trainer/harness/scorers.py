@@ -134,9 +134,10 @@ def inspect_scorer(config: InspectScorerConfig) -> Callable[[WorkflowRun], Await
     to_float = scorers.value_to_float()
 
     async def score(run: WorkflowRun) -> Any:
-        output = str(run.output)
+        output = "" if run.output is None else str(run.output)
         answer = run.example.answer
-        target = list(map(str, answer)) if isinstance(answer, list) else str(answer)
+        # Without an answer there is no target, and nothing matches it; "" would match everything.
+        answers = answer if isinstance(answer, list) else [] if answer is None else [answer]
         question = str(run.example.question)
         state = solver.TaskState(
             model=models.ModelName("art/policy"),
@@ -151,7 +152,7 @@ def inspect_scorer(config: InspectScorerConfig) -> Callable[[WorkflowRun], Await
             ],
             output=models.ModelOutput.from_content("art/policy", output),
         )
-        found = await scorer(state, scorers.Target(target))
+        found = await scorer(state, scorers.Target(list(map(str, answers))))
         if found is None:
             raise BadScore(f"The scorer `{config.scorer}` gave no score")
         if isinstance(found.value, dict):

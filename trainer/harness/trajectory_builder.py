@@ -4,6 +4,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 from kit.types import Json
 from trainer.harness import episodes
@@ -105,10 +106,16 @@ class ARTTrajectoryBuilder:
 
 def example_at(context: Context, position: int) -> Example:
     """Return an example of the endless series. It is shuffled for each pass through the dataset."""
-    total = len(context.examples)
+    number, place = divmod(position, len(context.examples))
+    order = _order(f"{context.config.finetuning.seed}/{number}", len(context.examples))
+    return context.examples[order[place]]
+
+
+@lru_cache(maxsize=4)  # a large dataset takes a second, and several passes may be under way
+def _order(seed: str, total: int) -> list[int]:
     order = list(range(total))
-    random.Random(f"{context.config.finetuning.seed}/{position // total}").shuffle(order)
-    return context.examples[order[position % total]]
+    random.Random(seed).shuffle(order)
+    return order
 
 
 def build(context: Context, run: WorkflowRun) -> Trajectory | None:

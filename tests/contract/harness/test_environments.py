@@ -88,6 +88,8 @@ cases = [
     ({"_type": "inspect_ai", "scorer": "match"}, "it is 7", "7"),
     ({"_type": "inspect_ai", "scorer": "includes"}, "a b c", "z"),
     ({"_type": "inspect_ai", "scorer": "pattern", "args": {"pattern": "A: (.)"}}, "A: 1", "1"),
+    ({"_type": "inspect_ai", "scorer": "includes"}, "None", None),
+    ({"_type": "inspect_ai", "scorer": "match"}, None, "None"),
 ]
 
 async def main():
@@ -159,4 +161,4 @@ def test_scores_of_math_verify_and_inspect_ai(tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [1, 1, 0, 0, 1, 0, 1]
+    assert json.loads(done.stdout.splitlines()[-1]) == [1, 1, 0, 0, 1, 0, 1, 0, 0]
