@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 
-from trainer.engines.in_vllm.held_outputs import scheduler
+from trainer.engines.in_vllm.held_outputs import MOST, scheduler
 from trainer.engines.in_vllm.start_vllm import in_fork
 
 
@@ -55,6 +55,30 @@ def create(**requests: Any) -> Any:
         parameters = SimpleNamespace(output_kind=SimpleNamespace(name=kind), detokenize=detokenize)
         created.requests[name] = SimpleNamespace(sampling_params=parameters)
     return created
+
+
+def test_a_step_may_have_more_logprobs_for_another_request() -> None:
+    ours = create(flat=("FINAL_ONLY", False))
+    wide = output("flat", 5)
+    wide.new_logprobs = Logprobs(
+        numpy.array([[5, 8, 9]]), numpy.array([[-5.0, -1.0, -2.0]]), numpy.array([3])
+    )
+    for each in (output("flat", 4), wide):
+        ours.update_from_output([each])
+    (whole,) = ours.update_from_output([output("flat", 6, "length")])[0].outputs
+    assert whole.new_logprobs.ids.tolist() == [[4], [5], [6]]
+    assert whole.new_logprobs.logprobs.tolist() == [[-4.0], [-5.0], [-6.0]]
+    assert whole.new_logprobs.ranks.tolist() == [1, 3, 1]
+
+
+def test_a_long_choice_does_not_keep_the_arrays_of_every_step() -> None:
+    ours = create(flat=("FINAL_ONLY", False))
+    for token in range(3 * MOST):
+        ours.update_from_output([output("flat", token)])
+        assert len(ours._held["flat"]) < MOST
+    (whole,) = ours.update_from_output([output("flat", 7, "length")])[0].outputs
+    assert whole.new_token_ids == [*range(3 * MOST), 7]
+    assert whole.new_logprobs.logprobs[:, 0].tolist() == [-float(n) for n in whole.new_token_ids]
 
 
 def test_a_choice_is_handed_over_when_it_ends() -> None:

@@ -101,7 +101,6 @@ def test_every_shared_prefix_is_stored_once() -> None:
     assert len(row.tokens) == 30 + 12 + 8 + 6 + 10 + 4 + 4 + 5 + 17 + 7 + 2
     assert row.unshared == sum(len(one.ids) - 1 for one in samples)
     assert len(row.targets) == sum(sum(one.mask) for one in samples)
-    assert row.trajectories == 7
 
 
 def test_a_token_sees_its_own_sequence_and_nothing_else() -> None:

@@ -229,7 +229,7 @@ class VllmEngine:
         except BadRequest as error:
             if "already been loaded" not in error.message:  # by a request that was cancelled
                 raise
-        if self._cuda and not self._loaded:
+        if self._cuda and not self._loaded and not self._process.asleep:
             await warm_up(self._process, model=self._name(lora), context=self._context)
         self._loaded[lora] = None
         idle = [name for name in self._loaded if not self._in_use[name]]

@@ -160,6 +160,8 @@ def command_line(directory: Path, socket: Path | None, arguments: Mapping[str, A
         "generation_config": "vllm",
         "disable_uvicorn_access_log": True,
     }
+    if socket and arguments.get("data_parallel_size", 1) > 1:
+        ours["api_server_count"] = 1  # its own default would be one for each copy of the model
     return [str(directory), *route, *flags({**arguments, **ours})]
 
 

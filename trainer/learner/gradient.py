@@ -77,7 +77,7 @@ class GradientSteps:
         """Take one gradient step over `batch`; this process computes `rows` of it."""
         optimizer, config = self.state.optimizer, self.config
         learning_rate = self.learning_rate * (
-            sum(row.trajectories for row in batch)
+            len({sample.trajectory for row in batch for sample in row.samples})
             ** config.num_trajectories_learning_rate_multiplier_power
         )
         for group in optimizer.param_groups:

@@ -40,7 +40,6 @@ class Row:
     advantages: Tensor  # [N]
     weights: Tensor  # [N]
     sequences: Tensor  # [N] number of the sequence that a chosen token belongs to
-    trajectories: int
     unshared: int  # number of tokens that the row would have without sharing
     capacity: int  # maximum number of tokens of a row, the same for every row of a step
     separate: tuple[int, ...] = ()
@@ -90,30 +89,38 @@ def pack(
     if length is None:
         length = math.ceil(longest / 2048) * 2048
     assert longest <= length, "the caller drops samples that do not fit"
-    bins: list[list[PrefixTree]] = []
+    bins: list[_Bin] = []
     for tree in sorted(_trees(samples, length, share), key=lambda tree: -tree.size):
-        for trees in bins:
-            if _size(trees) + tree.size <= length:
-                trees.append(tree)
+        for one in bins:
+            if one.size + tree.size <= length:
+                one.trees.append(tree)
+                one.size += tree.size
                 break
         else:
-            bins.append([tree])
+            bins.append(_Bin([tree], tree.size))
     while full and (fewer := _with_one_less(bins, length)):
         bins = fewer
-    return [_row(trees, length) for trees in bins]
+    return [_row(one.trees, length) for one in bins]
 
 
-def _size(trees: list[PrefixTree]) -> int:
-    return sum(tree.size for tree in trees)
+@dataclass
+class _Bin:
+    trees: list[PrefixTree]
+    size: int
 
 
-def _with_one_less(bins: list[list[PrefixTree]], length: int) -> list[list[PrefixTree]] | None:
+def _with_one_less(bins: list[_Bin], length: int) -> list[_Bin] | None:
     """Move the samples of the emptiest bin to the others, or return None if they do not fit."""
-    *others, emptiest = sorted(bins, key=_size, reverse=True)
-    left = [sample for tree in emptiest for sample in tree.samples]
+    *others, emptiest = sorted(bins, key=lambda one: -one.size)
+    left = [sample for tree in emptiest.trees for sample in tree.samples]
+    least = min(sample.inputs for sample in left)
     result = []
-    for trees in others:  # the fullest first, so that the emptiest stay so and can be next
-        free, parts, kept = length - _size(trees), dict[int, PrefixTree](), []
+    for one in others:  # the fullest first, so that the emptiest stay so and can be next
+        free = length - one.size
+        if free < least:
+            result.append(one)
+            continue
+        parts, kept = dict[int, PrefixTree](), []
         for sample in left:
             part = parts.get(sample.group) or PrefixTree()
             cost = part.cost(sample.read)
@@ -123,8 +130,8 @@ def _with_one_less(bins: list[list[PrefixTree]], length: int) -> list[list[Prefi
             part.add(sample)
             parts[sample.group] = part
             free -= cost
-        left = kept
-        result.append([*trees, *parts.values()])
+        left, least = kept, min((sample.inputs for sample in kept), default=length + 1)
+        result.append(_Bin([*one.trees, *parts.values()], length - free))
     return None if left else result
 
 
@@ -183,7 +190,6 @@ def _row(trees: list[PrefixTree], capacity: int) -> Row:
         advantages=columns[3].float(),
         weights=columns[4].float(),
         sequences=columns[5],
-        trajectories=len({sample.trajectory for sample in samples}),
         unshared=sum(sample.inputs for sample in samples),
         capacity=capacity,
         separate=tuple(tree.size for tree in trees)

@@ -1,5 +1,6 @@
 """Logprobs are the policy's own, whatever shaped the choice."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -49,6 +50,21 @@ async def test_the_logprobs_are_the_policys_own_under_every_setting(
                 values = row.topk(3).values.tolist()
                 assert [value for _, value in found] == pytest.approx(values, abs=BOUND)
                 assert [float(row[token]) for token, _ in found] == pytest.approx(values, abs=BOUND)
+
+
+async def test_requests_that_want_different_logprobs_share_steps(
+    engine: Engine, policy: Policy
+) -> None:
+    wanted = (0, 5, 0, 2)
+    settings = {"max_tokens": 90, "ignore_eos": True, "n": 2}  # longer than what vLLM holds back
+    for found in await asyncio.gather(
+        *(sample(engine, seed=n, top_logprobs=top, **settings) for n, top in enumerate(wanted)),
+        *(sample(engine, seed=9, top_logprobs=3, stream=True, **settings) for _ in range(2)),
+    ):
+        for choice in found:
+            own = own_logprobs(policy, PROMPT, choice.token_ids)
+            taken = own[range(90), choice.token_ids].tolist()
+            assert choice.logprobs == pytest.approx(taken, abs=BOUND)
 
 
 @pytest.mark.parametrize("settings", [{}, {"stop": ("a",)}, {"n": 3}, {"stop_token_ids": (97,)}])

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy
 
+MOST = 64  # outputs of a request: each refers to arrays of all requests of its step
+
 
 class HeldOutputs:
     """A mixin for whichever scheduler vLLM would use."""
@@ -35,28 +37,41 @@ class HeldOutputs:
     def _holds(self, output: Any) -> bool:
         """Hold an output back, or add to it what was held of its request."""
         if output.finish_reason is not None:
-            join([*self._held.pop(output.request_id, []), output])
+            if held := self._held.pop(output.request_id, None):
+                join([*held, output])
             return False
-        parameters = self.requests[output.request_id].sampling_params  # type: ignore[attr-defined]
+        request = self.requests.get(output.request_id)  # type: ignore[attr-defined]
+        parameters = request and request.sampling_params
         at_once = parameters and parameters.output_kind.name == "FINAL_ONLY"
         if not at_once or parameters.detokenize:  # it looks for a stop string in every token
             return False
-        self._held.setdefault(output.request_id, []).append(output)
+        held = self._held.setdefault(output.request_id, [])
+        held.append(output)
+        if len(held) == MOST:
+            self._held[output.request_id] = [join(held)]
         return True
 
 
-def join(outputs: list[Any]) -> None:
-    """Make the last output of a request say what all of them say."""
+def join(outputs: list[Any]) -> Any:
+    """Make the last output of a request say what all of them say, and return it."""
     first, last = outputs[0], outputs[-1]
     last.new_token_ids = list(chain.from_iterable(output.new_token_ids for output in outputs))
     logprobs = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
     if logprobs:
-        arrays = zip(*(each[:3] for each in logprobs), strict=True)
-        last.new_logprobs = type(logprobs[0])(*map(numpy.concatenate, arrays))
+        ids, values, ranks, *_ = zip(*logprobs, strict=True)
+        # As wide as the request of the step that wants the likeliest tokens most; the sampled token
+        # is always the first.
+        width = min(part.shape[1] for part in ids)
+        last.new_logprobs = type(logprobs[0])(
+            numpy.concatenate([part[:, :width] for part in ids]),
+            numpy.concatenate([part[:, :width] for part in values]),
+            numpy.concatenate(ranks),
+        )
     last.events = list(chain.from_iterable(output.events or () for output in outputs)) or None
     for name in last.__struct_fields__:  # what only the first says, such as of the prompt
         if getattr(last, name) is None:
             setattr(last, name, getattr(first, name))
+    return last
 
 
 def scheduler(vllm_config: Any, **settings: Any) -> Any:
