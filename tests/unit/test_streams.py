@@ -23,6 +23,7 @@ class Sampling:
 
     def __init__(self, count: int, error: Exception | None = None) -> None:
         self.gate = Gate()
+        self.began = asyncio.Event()
         self.count = count
         self.error = error
         self.app = FastAPI()
@@ -33,6 +34,7 @@ class Sampling:
 
     async def events(self) -> AsyncGenerator[str, None]:
         async with self.gate.sampling():
+            self.began.set()
             for _ in range(self.count):
                 yield EVENT
                 await asyncio.sleep(0)
@@ -54,8 +56,7 @@ async def reader(sampling: Sampling) -> AsyncIterator[socket.socket]:
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(client, b"GET /stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
         async with asyncio.timeout(20):
-            while not sampling.gate.in_use:
-                await asyncio.sleep(0.001)
+            await sampling.began.wait()  # a short stream may have ended when this returns
         yield client
     finally:
         client.close()
