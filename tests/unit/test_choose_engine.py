@@ -154,6 +154,16 @@ def test_the_rank_is_the_smallest_of_vllms_that_fits_the_lora() -> None:
         rank_for(513)
 
 
+def test_copies_of_a_model_have_one_api_process_because_it_alone_knows_the_loras() -> None:
+    for socket, settings, count in (
+        (Path("socket"), {"data_parallel_size": 2}, ["1"]),
+        (Path("socket"), {}, []),
+        (None, {"data_parallel_size": 2}, []),
+    ):
+        command = command_line(Path("model"), socket, settings)
+        assert [after for flag, after in pairwise(command) if flag == "--api-server-count"] == count
+
+
 def test_our_route_and_a_users_middleware_both_reach_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     command = command_line(Path("model"), Path("socket"), {"middleware": "mine.Middleware"})
     named = [after for flag, after in pairwise(command) if flag == "--middleware"]

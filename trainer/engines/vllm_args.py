@@ -18,8 +18,8 @@ IN_VLLM = Path(__file__).parent / "in_vllm"
 START = ("-m", "start_vllm", "serve")  # of `in_vllm`, which is on vLLM's path
 # The ranks that vLLM has kernels for, smallest first.
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-# Numbers of tokens that vLLM captures CUDA graphs for, at 0.4 s each. Its own list has 51, but
-# ends at 512: with 1,024 requests at once it sampled half as many tokens a second as with 512.
+# Numbers of tokens that vLLM captures CUDA graphs for, at 0.4 s each. Its own list has 51 and ends
+# at 512, but a large step samples more requests at once.
 GRAPHS = (
     *(1, 2, 4, *range(8, 64, 8), *range(64, 128, 16)),
     *(*range(128, 512, 32), *range(512, 1025, 128)),

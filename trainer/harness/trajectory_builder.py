@@ -111,7 +111,7 @@ def example_at(context: Context, position: int) -> Example:
     return context.examples[order[place]]
 
 
-@lru_cache(maxsize=4)  # a large dataset takes a second, and several passes may be under way
+@lru_cache(maxsize=4)  # shuffling a large dataset for every example would be slow
 def _order(seed: str, total: int) -> list[int]:
     order = list(range(total))
     random.Random(seed).shuffle(order)

@@ -1,8 +1,8 @@
 """Makes vLLM's engine hand over a choice when it ends, and not token by token.
 
-vLLM's API process handles each token of each request on its own, which takes longer than a GPU
-takes to sample it. Nobody waits for the single tokens of `flat_completions`. vLLM loads this file
-with `--scheduler-cls`, so it imports nothing of ours.
+vLLM's API process handles each token of each request on its own, although nobody waits for the
+single tokens of `flat_completions`. vLLM loads this file with `--scheduler-cls`, so it imports
+nothing of ours.
 """
 
 import copy
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy
 
-MOST = 64  # outputs of a request: each refers to arrays of all requests of its step
+MOST = 64  # outputs held apart: each keeps the arrays of all requests of its step in memory
 
 
 class HeldOutputs:
@@ -59,8 +59,8 @@ def join(outputs: list[Any]) -> Any:
     logprobs = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
     if logprobs:
         ids, values, ranks, *_ = zip(*logprobs, strict=True)
-        # As wide as the request of the step that wants the likeliest tokens most; the sampled token
-        # is always the first.
+        # One request for the likeliest tokens widens the arrays of all requests in its step. The
+        # sampled token always comes first.
         width = min(part.shape[1] for part in ids)
         last.new_logprobs = type(logprobs[0])(
             numpy.concatenate([part[:, :width] for part in ids]),

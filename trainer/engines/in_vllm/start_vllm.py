@@ -1,7 +1,7 @@
 """Starts `vllm serve` without a new Python that imports vLLM only to look at the model's class.
 
-vLLM looks at it in another process, so that its API process never touches CUDA. Here that process
-is forked, and has imported vLLM already.
+vLLM does so in another process, so that its API process never touches CUDA. Here that process is
+a fork, which has vLLM imported already.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ WITHIN = 120.0  # seconds to import the model's class
 
 
 def in_fork(look: Callable[[], Any]) -> Any:
-    """Return what `look` returns in a forked process, or None."""
+    """Return what `look` returns in a forked process, or None if that fails."""
     context = get_context("fork")
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(there, look))
