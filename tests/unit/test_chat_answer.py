@@ -32,7 +32,7 @@ def answer(tokenizer: Tokenizer, text: str, **fields: Any) -> tuple[ChatAnswer, 
     tops = [[(66, -0.5), (67, -math.inf)][: request.top_logprobs]] if request.top_logprobs else []
     deltas = [Delta(0, [ord(c)], [-1.0], text=c, top_logprobs=tops) for c in text]
     deltas.append(Delta(0, [258], [-1.0], finish_reason="stop", top_logprobs=tops))
-    return built, [built.add(0, delta)["choices"][0] for delta in deltas]
+    return built, [built.chunk(0, delta)["choices"][0] for delta in deltas]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import random
 import threading
 from typing import Any
 
@@ -11,7 +12,7 @@ from fastapi import FastAPI
 
 from trainer.server import json_routes
 from trainer.server.error_answers import add_handlers
-from trainer.server.json_routes import json_router, parse_large
+from trainer.server.json_routes import LargeJson, json_router, parse_large
 from trainer.server.wire import TrainRequest
 
 BODY = {"model": {"name": "m", "project": "p"}, "trajectory_groups": []}
@@ -49,3 +50,12 @@ async def test_a_large_body_is_read_in_a_thread_and_too_large_a_one_is_refused(
         refused = await http.post("/", json={"text": "x" * (2 << 20)})
     assert threads[0] is threading.main_thread() and threads[1] is not threading.main_thread()
     assert refused.status_code == 413 and refused.json()["error"]["code"] == "request_too_large"
+
+
+def test_an_answer_of_many_tokens_says_what_json_says() -> None:
+    random.seed(1)
+    logprobs = [-random.expovariate(1) * 10.0**-power for power in range(12) for _ in range(50)]
+    answer = {"text": 'é€🙂"\n\u2028', "none": None, "nested": [{"logprobs": [*logprobs, -9999.0]}]}
+    response = LargeJson(answer)
+    assert json.loads(response.body) == answer  # to the last bit of every number
+    assert response.headers["content-type"] == "application/json"

@@ -1,3 +1,4 @@
+import math
 import sqlite3
 import time
 from pathlib import Path
@@ -5,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from trainer.errors import TrainerError
 from trainer.server.ledger import KEPT_SECONDS, RECENT_SECONDS, Entry, Ledger, entry_of
 
 # The table of servers whose choices had no ids.
@@ -164,3 +166,11 @@ def test_above_its_size_the_ledger_deletes_the_oldest_but_none_of_an_open_rollou
         assert "by_model" in str(db.execute(plan).fetchall())
     db.close()
     assert 300 <= left < 700
+
+
+def test_a_logprob_that_is_no_number_is_refused_and_not_recorded(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.db")
+    broken = entry([1], [2, 3], [-0.5, math.nan])
+    with pytest.raises(TrainerError, match="not a number"):
+        ledger.record(broken, "")
+    assert ledger.with_id(broken.id) is None

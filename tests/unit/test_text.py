@@ -78,3 +78,25 @@ def test_tags_of_calls_are_text_also_as_special_tokens(tmp_path: Path) -> None:
     stream = TextStream(tokenizer)
     text = "".join(stream.add(token) for token in ids) + stream.finish()
     assert text == tokenizer.text(ids) == "<tool_call>{}</tool_call>"
+
+
+@pytest.mark.parametrize("stop", [(), ("€b",)])
+@pytest.mark.parametrize("stop_tokens", [{ord("d")}, set()])
+def test_tokens_added_together_give_what_they_give_one_by_one(
+    tokenizer: Tokenizer, stop: tuple[str, ...], stop_tokens: set[int]
+) -> None:
+    end = next(iter(tokenizer.eos_ids))  # a special token, which is no text
+    tokens = [*tokenizer.encode("aé€"), end, *tokenizer.encode("b€cd€")]
+    one, all_ = (TextStream(tokenizer, stop, stop_tokens) for _ in range(2))
+    count, text = 0, ""
+    for token in tokens:
+        count, text = count + 1, text + one.add(token)
+        if one.stopped:
+            break
+    for cut in (4, len(tokens)):  # in the middle of a character
+        if not all_.stopped:
+            start = 0 if cut == 4 else 4
+            taken, added = all_.add_all(tokens[start:cut])
+            count, text = count - taken, text.removeprefix(added)
+    assert (count, text) == (0, "")
+    assert (one.stopped, one.finish()) == (all_.stopped, all_.finish())

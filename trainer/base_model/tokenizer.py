@@ -31,13 +31,10 @@ END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_tur
 TOOL_TAGS = ("<tool_call>", "</tool_call>")
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 # A conversation with a tool call, to find out what a chat template shows.
+_NOTHING = {"type": "object", "properties": {}}
 _PROBE_TOOL: dict[str, Any] = {
     "type": "function",
-    "function": {
-        "name": "probe",
-        "description": "Probe.",
-        "parameters": {"type": "object", "properties": {}},
-    },
+    "function": {"name": "probe", "description": "Probe.", "parameters": _NOTHING},
 }
 _PROBE_CALL = {"name": "probe", "arguments": {"probe_argument": 1}}
 _PROBE: list[dict[str, Any]] = [
@@ -71,6 +68,12 @@ class Tokenizer:
         }
         self.eos_ids = frozenset(self._eos_ids())
         self._added = self._tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(
+            token
+            for token, added in self._added.items()
+            if added.special and added.content not in TOOL_TAGS
+        )
+        self._spelled: dict[int, bytes] = {}
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`. Special tokens in it are recognised; none are added."""
@@ -106,21 +109,25 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of `token`. A character may span several tokens."""
+        if token not in self._spelled:
+            self._spelled[token] = self._spell(token)
+        return self._spelled[token]
+
+    def _spell(self, token: int) -> bytes:
         if added := self._added.get(token):
             return bytes(added.content, "utf-8")
         text = self._tokenizer.id_to_token(token)
         if text is None:
             return b""
         if self._byte_level:
-            return bytes(LETTER_BYTES[letter] for letter in text)
+            return bytes(map(LETTER_BYTES.__getitem__, text))
         if len(text) == 6 and text.startswith("<0x"):  # SentencePiece's byte tokens
             return bytes([int(text[3:5], 16)])
         return bytes(text.replace("▁", " "), "utf-8")
 
     def is_special(self, token: int) -> bool:
         """Whether a token is no text of an answer."""
-        added = self._added.get(token)
-        return added is not None and added.special and added.content not in TOOL_TAGS
+        return token in self._special
 
     def text(self, ids: Iterable[int]) -> str:
         """The text of an answer: without special tokens, as engines decode it."""

@@ -46,6 +46,21 @@ class TextStream:
         text, self._pending = self._pending[:cut], self._pending[cut:]
         return text
 
+    def add_all(self, tokens: Sequence[int]) -> tuple[int, str]:
+        """Add tokens up to one that stops; return how many, and what `add` returns of each."""
+        if self._stop:
+            text = ""
+            for number, token in enumerate(tokens, start=1):
+                text += self.add(token)
+                if self.stopped:
+                    return number, text
+            return len(tokens), text
+        end = next((at for at, token in enumerate(tokens) if token in self._stop_tokens), None)
+        self.stopped = end is not None
+        shown = [token for token in tokens[:end] if not self._tokenizer.is_special(token)]
+        text = self._decoder.decode(b"".join(map(self._tokenizer.token_bytes, shown)))
+        return len(tokens) if end is None else end + 1, text
+
     def _stops_at(self, before: int) -> int | None:
         """Return where the first stop string starts that ends after the first `before` letters."""
         starts = [

@@ -37,13 +37,12 @@ class VllmChoice:
             raise TrainerError(f"vLLM ended a choice with `{finish}`")
         logprobs = (row["logprobs"] or {}).get("token_logprobs") or []
         tokens: list[int] = row["token_ids"] or []
-        for token, logprob in zip(tokens, logprobs, strict=True):
-            delta.token_ids.append(token)
-            delta.logprobs.append(logprob)
-            delta.text += self._text.add(token)
-            if self._text.stopped:
-                finish = "stop"
-                break
+        if len(tokens) != len(logprobs):
+            raise TrainerError(f"vLLM sent {len(tokens)} tokens with {len(logprobs)} logprobs")
+        count, delta.text = self._text.add_all(tokens)
+        delta.token_ids, delta.logprobs = tokens[:count], logprobs[:count]
+        if self._text.stopped:
+            finish = "stop"
         if tokens:
             delta.top_logprobs = top_logprobs(row, self._top)[: len(delta.token_ids)]
         if finish:

@@ -11,6 +11,7 @@ from fastapi import APIRouter, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
+from pydantic_core import to_json
 
 from kit.types import Json
 from trainer.errors import NotJson
@@ -22,6 +23,15 @@ BodyT = TypeVar("BodyT", bound=pydantic.BaseModel)
 
 def json_router(**settings: Any) -> APIRouter:
     return APIRouter(route_class=_JsonRoute, **settings)
+
+
+class LargeJson(Response):
+    """A response that holds many tokens, written in a quarter of the time of `JSONResponse`."""
+
+    media_type = "application/json"
+
+    def render(self, content: Json) -> bytes:
+        return to_json(content)
 
 
 class _JsonRoute(APIRoute):

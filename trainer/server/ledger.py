@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kit.types import Json
+from trainer.errors import TrainerError
 from trainer.exact_tokens import IMPOSSIBLE, PREFIX, new_choice_id
 from trainer.server import rollouts
 from trainer.server.database import Database
@@ -127,6 +128,11 @@ class Ledger:
         # A constraint may leave only tokens that the policy rules out. Answers hold this number
         # too, because JSON has no infinity, and the learner refuses one.
         logprobs = np.maximum(np.array(entry.logprobs, dtype=np.float64), IMPOSSIBLE)
+        if np.isnan(logprobs).any():
+            raise TrainerError(
+                "The engine sampled a token whose logprob is not a number",
+                hint="The weights may be damaged: go back to an earlier step, or train more slowly",
+            )
         variables = json.dumps(entry.template)
         row = Row(
             id=entry.id,

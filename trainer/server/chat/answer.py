@@ -33,6 +33,7 @@ class ChatAnswer:
     ) -> None:
         self._request = request
         self._logprobs = not (recorded and request.logprobs is False)
+        self._may_call = bool(request.tool_use.functions)
         self._prompt_ids = prompt_ids
         self._tokenizer = tokenizer
         self.warnings = request.warnings(tokenizer)
@@ -46,21 +47,24 @@ class ChatAnswer:
         self._choices: dict[int, Delta] = {}
         self._parsers: dict[int, ToolCallParser] = {}
 
-    def add(self, step: int, delta: Delta) -> Json:
-        """Add a delta that policy step `step` sampled, and return its chunk of a stream."""
+    def add(self, step: int, delta: Delta) -> None:
+        """Add a delta that policy step `step` sampled."""
         self._step = step
-        first = delta.index not in self._choices
-        begins = first or not self._choices[delta.index].token_ids
         parser = self._parsers.setdefault(delta.index, ToolCallParser())
-        sent = len(parser.calls)
-        may_call = bool(self._request.tool_use.functions)
-        if may_call:
+        if self._may_call:
             delta.text = parser.add(delta.text) + (parser.finish() if delta.finish_reason else "")
         self._choices.setdefault(delta.index, Delta(delta.index)).extend(delta)
+
+    def chunk(self, step: int, delta: Delta) -> Json:
+        """Add a delta, and return its chunk of a stream."""
+        first = delta.index not in self._choices
+        begins = first or not self._choices[delta.index].token_ids
+        sent = 0 if first else len(self._parsers[delta.index].calls)
+        self.add(step, delta)
         message: Json = {"role": "assistant"} if first else {}
         # With a string in every chunk, a message of calls alone would end up with one.
-        message["content"] = (delta.text or None) if may_call else delta.text
-        if new := parser.calls[sent:]:
+        message["content"] = (delta.text or None) if self._may_call else delta.text
+        if new := self._parsers[delta.index].calls[sent:]:
             message["tool_calls"] = [
                 {"index": number, **call} for number, call in enumerate(new, start=sent)
             ]

@@ -55,7 +55,7 @@ class Exchange:
 
     async def _read(self) -> None:
         if self._stream:
-            self._first = self.answer.add(*await anext(self.deltas))
+            self._first = self.answer.chunk(*await anext(self.deltas))
             return
         async with aclosing(self.deltas):
             async for step, delta in self.deltas:
@@ -70,7 +70,7 @@ class Exchange:
         yield self._first
         with storage_faults():
             async for step, delta in self.deltas:
-                yield self.answer.add(step, delta)
+                yield self.answer.chunk(step, delta)
             self._record()
 
     def _record(self) -> None:

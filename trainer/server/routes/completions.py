@@ -3,7 +3,7 @@
 from contextlib import aclosing
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from kit.types import Json
 from trainer.base_model.tokenizer import Tokenizer
@@ -13,7 +13,7 @@ from trainer.server.completions.answer import CompletionAnswer
 from trainer.server.completions.merge import Merged, merge
 from trainer.server.completions.request import CompletionRequest
 from trainer.server.disconnects import while_connected
-from trainer.server.json_routes import json_router
+from trainer.server.json_routes import LargeJson, json_router
 from trainer.server.prompts import prepare
 from trainer.server.streams import ClosingStream
 
@@ -39,7 +39,7 @@ def routes(backend: Backend) -> APIRouter:
             return ClosingStream(answer.events(first, deltas, record), deltas)
         await while_connected(request, _all(answer, deltas))
         record(answer.conversations())
-        return JSONResponse(answer.whole())
+        return LargeJson(answer.whole())
 
     return router
 

@@ -1,12 +1,12 @@
 """The routes of Anthropic's Messages API."""
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from kit.types import Json
 from trainer.server.backend import Backend
 from trainer.server.chat.exchange import Exchange
-from trainer.server.json_routes import json_router
+from trainer.server.json_routes import LargeJson, json_router
 from trainer.server.messages.answer import MessageAnswer, events
 from trainer.server.messages.request import CountRequest, MessagesRequest
 from trainer.server.prompts import prepare
@@ -43,7 +43,7 @@ def routes(backend: Backend) -> APIRouter:
             return ClosingStream(stream, chunks, exchange.deltas, headers=exchange.headers)
         list(answer.add(exchange.answer.whole()))
         list(answer.end())
-        return JSONResponse(answer.whole(finish()), headers=exchange.headers)
+        return LargeJson(answer.whole(finish()), headers=exchange.headers)
 
     @router.post("/v1/messages/count_tokens")
     async def count(body: CountRequest) -> Json:

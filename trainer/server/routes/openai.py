@@ -1,13 +1,13 @@
 """The routes of the OpenAI-compatible API."""
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from kit.types import Json
 from trainer.server.backend import Backend
 from trainer.server.chat.exchange import Exchange
 from trainer.server.chat.request import ChatRequest
-from trainer.server.json_routes import json_router
+from trainer.server.json_routes import LargeJson, json_router
 from trainer.server.streams import ClosingStream
 
 
@@ -31,7 +31,7 @@ def routes(backend: Backend) -> APIRouter:
             chunks = exchange.chunks()
             events = exchange.answer.events(chunks)
             return ClosingStream(events, chunks, exchange.deltas, headers=exchange.headers)
-        return JSONResponse(exchange.answer.whole(), headers=exchange.headers)
+        return LargeJson(exchange.answer.whole(), headers=exchange.headers)
 
     return router
 

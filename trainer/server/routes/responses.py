@@ -1,12 +1,12 @@
 """The routes of OpenAI's Responses API."""
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from kit.types import Json
 from trainer.server.backend import Backend
 from trainer.server.chat.exchange import Exchange
-from trainer.server.json_routes import json_router
+from trainer.server.json_routes import LargeJson, json_router
 from trainer.server.responses.answer import ResponseAnswer, events
 from trainer.server.responses.request import ResponsesRequest
 from trainer.server.streams import ClosingStream
@@ -39,7 +39,7 @@ def routes(backend: Backend) -> APIRouter:
             return ClosingStream(stream, chunks, exchange.deltas, headers=exchange.headers)
         list(answer.add(exchange.answer.whole()))
         list(answer.end())
-        return JSONResponse(answer.whole(finish()), headers=exchange.headers)
+        return LargeJson(answer.whole(finish()), headers=exchange.headers)
 
     @router.get("/v1/responses/{response_id}")
     async def read(response_id: str) -> Json:
