@@ -1,0 +1,140 @@
+"""Compares vLLM's LoRA kernels on this GPU with its own settings and with those in `in_vllm/tuned`.
+
+    python bench/lora_kernels.py [--write]      # where vLLM and the GPU are
+
+The table shows the microseconds of all LoRA kernels of one layer while `requests` requests decode,
+and how far the results differ, relative to the largest. vLLM finds the settings by the GPU's name.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from bench.report import Table, write_report  # noqa: E402
+from bench.shapes import QWEN3_4B, QWEN25_7B, Config  # noqa: E402
+
+TUNED = ROOT / "trainer/engines/in_vllm/tuned"
+LORAS = 2  # as `vllm_args.defaults` has it
+CASES = (
+    *(("7B, rank 8", QWEN25_7B, 8, 128), ("7B, rank 8", QWEN25_7B, 8, 256)),
+    *(("4B, rank 16", QWEN3_4B, 16, 512), ("4B, rank 16", QWEN3_4B, 16, 1024)),
+    ("7B, rank 64", QWEN25_7B, 64, 256),
+)
+
+
+def products(config: Config) -> list[tuple[int, list[int]]]:
+    """Return the input and the outputs of each layer's products: merged ones have several."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    head = config.get("head_dim") or hidden // config["num_attention_heads"]
+    queries, keys = (config[f"num_{name}_heads"] * head for name in ("attention", "key_value"))
+    return [
+        *((hidden, [queries, keys, keys]), (queries, [hidden])),
+        *((hidden, [inner, inner]), (inner, [hidden])),
+    ]
+
+
+def layer(config: Config, rank: int, requests: int) -> tuple[Callable[[], None], list[Any]]:
+    """Return what runs all LoRA kernels of a layer, and where their results are."""
+    from vllm.lora.ops.triton_ops import lora_expand, lora_shrink
+    from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
+
+    torch.manual_seed(1)
+    meta = LoRAKernelMeta.make(LORAS, requests, "cuda")
+    meta.prepare_tensors(torch.zeros(requests, dtype=torch.int32, device="cuda"))
+    arguments = meta.meta_args(requests, False)
+    calls, results = [], []
+    for width, outputs in products(config):
+        given = {"device": "cuda", "dtype": torch.bfloat16}
+        x = torch.randn(requests, width, **given)
+        down = [torch.randn(LORAS, 1, rank, width, **given) / width**0.5 for _ in outputs]
+        up = [torch.randn(LORAS, 1, out, rank, **given) for out in outputs]
+        low = torch.zeros(len(outputs), requests, rank, device="cuda")
+        result = torch.zeros(requests, sum(outputs), **given)
+        results.append(result)
+        calls.append((x, down, low, up, result))
+
+    def run() -> None:
+        for x, down, low, up, result in calls:
+            lora_shrink(x, down, low, *arguments, 1.0)
+            lora_expand(low, up, result, *arguments, offset_start=0, add_inputs=True)
+
+    return run, results
+
+
+def microseconds(run: Callable[[], None]) -> float:
+    """Return the median time of a CUDA graph of `run`."""
+    for _ in range(3):  # compiles
+        run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(10):
+            run()
+    times = []
+    for _ in range(20):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 100)  # ms of ten
+    return statistics.median(times)
+
+
+def use(tuned: bool) -> None:
+    """Make vLLM use its own settings or ours."""
+    from vllm.lora.ops.triton_ops import utils
+
+    name = torch.cuda.get_device_name().replace(" ", "_").replace("-", "_")
+
+    def load(kind: str, add_inputs: bool | None) -> Any:
+        suffix = "" if add_inputs is None else f"_{str(add_inputs).upper()}"
+        path = TUNED / f"{name}_{kind.upper()}{suffix}.json"
+        return json.loads(path.read_text()) if tuned else None
+
+    utils.load_lora_op_config = load
+    utils.get_lora_op_configs.cache_clear()
+
+
+def once(run: Callable[[], None], results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    for result in results:
+        result.zero_()
+    run()
+    return [result.float() for result in results]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--write", action="store_true", help="write bench/results/lora_kernels.md")
+    arguments = parser.parse_args()
+    load = os.getloadavg()[0]
+    table = Table(["shape", "requests", "vLLM's own us", "ours us", "saved", "largest difference"])
+    for title, config, rank, requests in CASES:
+        run, results = layer(config, rank, requests)
+        times, found = [], []
+        for tuned in (False, True):
+            use(tuned)
+            found.append(once(run, results))
+            times.append(microseconds(run))
+        pairs = list(zip(*found, strict=True))
+        difference = max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
+        saved = f"{1 - times[1] / times[0]:.0%}"
+        shown = [f"{time:.1f}" for time in times]
+        table.add([title, str(requests), *shown, saved, f"{difference:.4f}"])
+    what = f"All LoRA kernels of one layer on an {torch.cuda.get_device_name()}"
+    print(f"{what}\n\n{table}")
+    if arguments.write:
+        write_report("lora_kernels", what, table, load, packages=("torch", "vllm"))
+
+
+if __name__ == "__main__":
+    main()
