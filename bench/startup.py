@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -79,7 +80,7 @@ def measure(
         process.terminate()
         process.wait()
     times = [seconds for _, seconds, _ in found]
-    rate = sorted(rate for *_, rate in found[1:])[len(found[1:]) // 2]
+    rate = statistics.median(rate for *_, rate in found[1:])
     first = found[0][0] - began
     print(f"{tree.name}: served {served:.1f} s, first step {first:.1f} s, {found}", flush=True)
     shown = [f"{one:.1f}" for one in times] + [""] * (arguments.steps - count)

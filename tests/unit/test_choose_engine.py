@@ -1,3 +1,4 @@
+import json
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -12,6 +13,7 @@ from trainer.config import ServerConfig
 from trainer.engines import choose
 from trainer.engines.vllm import VllmEngine
 from trainer.engines.vllm_args import (
+    GRAPHS,
     IN_VLLM,
     check,
     command_line,
@@ -173,6 +175,22 @@ def test_our_route_and_a_users_middleware_both_reach_vllm(monkeypatch: pytest.Mo
     for name in ("flat_completions", "held_outputs", "start_vllm"):
         assert (IN_VLLM / f"{name}.py").is_file()
     assert "held_outputs.scheduler" in flags(defaults(resolve("tiny-random"), rank=8, cuda=True))
+
+
+def test_the_loras_kernels_have_settings_for_every_number_of_merged_products(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("VLLM_TUNED_CONFIG_FOLDER", raising=False)
+    files = list(Path(environment(cuda=True)["VLLM_TUNED_CONFIG_FOLDER"]).iterdir())
+    assert files
+    for file in files:
+        (by_slices,) = json.loads(file.read_text()).values()
+        assert sorted(by_slices) == ["1", "2", "3"]  # vLLM dies of a missing one: q, k, v are 3
+        for by_tokens in by_slices.values():
+            assert min(map(int, by_tokens)) < 128 and max(map(int, by_tokens)) > max(GRAPHS)
+    monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", "mine")
+    assert environment(cuda=True)["VLLM_TUNED_CONFIG_FOLDER"] == "mine"
+    assert "VLLM_TUNED_CONFIG_FOLDER" not in environment(cuda=False)
 
 
 @pytest.mark.parametrize(

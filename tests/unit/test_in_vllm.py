@@ -1,13 +1,14 @@
 """What runs in vLLM's own process, without vLLM."""
 
 import os
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy
 import pytest
 
-from trainer.engines.in_vllm.held_outputs import MOST, scheduler
+from trainer.engines.in_vllm.held_outputs import MOST, Held, scheduler
 from trainer.engines.in_vllm.start_vllm import in_fork
 
 
@@ -59,6 +60,7 @@ def create(**requests: Any) -> Any:
 
 def test_a_step_may_have_more_logprobs_for_another_request() -> None:
     ours = create(flat=("FINAL_ONLY", False))
+    ours._held["flat"] = Held(MOST)
     wide = output("flat", 5)
     wide.new_logprobs = Logprobs(
         numpy.array([[5, 8, 9]]), numpy.array([[-5.0, -1.0, -2.0]]), numpy.array([3])
@@ -71,18 +73,30 @@ def test_a_step_may_have_more_logprobs_for_another_request() -> None:
     assert whole.new_logprobs.ranks.tolist() == [1, 3, 1]
 
 
-def test_a_long_choice_does_not_keep_the_arrays_of_every_step() -> None:
-    ours = create(flat=("FINAL_ONLY", False))
-    for token in range(3 * MOST):
-        ours.update_from_output([output("flat", token)])
-        assert len(ours._held["flat"]) < MOST
-    (whole,) = ours.update_from_output([output("flat", 7, "length")])[0].outputs
-    assert whole.new_token_ids == [*range(3 * MOST), 7]
-    assert whole.new_logprobs.logprobs[:, 0].tolist() == [-float(n) for n in whole.new_token_ids]
+def test_choices_that_begin_together_are_handed_over_in_parts_by_turns() -> None:
+    names = [str(number) for number in range(2 * MOST)]
+    ours = create(**dict.fromkeys(names, ("FINAL_ONLY", False)))
+    parts: dict[str, list[Output]] = {name: [] for name in names}
+    for token in range(4 * MOST):
+        handed = ours.update_from_output([output(name, token) for name in names])[0].outputs
+        assert len(handed) == 2  # of all choices, in every step
+        for part in handed:
+            parts[part.request_id].append(part)
+    for part in ours.update_from_output([output(name, 7, "length") for name in names])[0].outputs:
+        parts[part.request_id].append(part)
+    for taken in parts.values():
+        tokens = list(chain.from_iterable(part.new_token_ids for part in taken))
+        assert tokens == [*range(4 * MOST), 7]
+        logprobs = numpy.concatenate([part.new_logprobs.logprobs for part in taken])
+        assert logprobs[:, 0].tolist() == [-float(token) for token in tokens]
+        assert max(len(part.new_token_ids) for part in taken) == MOST
+        assert [part.finish_reason for part in taken] == [None] * (len(taken) - 1) + ["length"]
+    assert not ours._held
 
 
-def test_a_choice_is_handed_over_when_it_ends() -> None:
+def test_a_part_says_what_all_of_its_outputs_say() -> None:
     ours = create(flat=("FINAL_ONLY", False))
+    ours._held["flat"] = Held(MOST)
     first = output("flat", 5, events=["queued"], prefill_stats="prompt")
     for each in (first, output("flat", 6)):
         assert ours.update_from_output([each])[0].outputs == []

@@ -198,7 +198,12 @@ def environment(*, cuda: bool) -> dict[str, str]:
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "600",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(IN_VLLM), os.environ.get("PYTHONPATH")])),
     }
-    if not cuda:
+    if cuda:
+        # For the LoRA's kernels, by GPU: `bench/lora_kernels.py` compares them with vLLM's own.
+        variables["VLLM_TUNED_CONFIG_FOLDER"] = os.environ.get(
+            "VLLM_TUNED_CONFIG_FOLDER", str(IN_VLLM / "tuned")
+        )
+    else:
         # On a CPU the first logprob would compile C++ for half a minute, even in eager mode.
         variables["TORCH_COMPILE_DISABLE"] = "1"
         # In GiB. vLLM's own default is a share of the machine's memory.

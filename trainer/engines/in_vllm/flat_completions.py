@@ -9,7 +9,8 @@ import logging
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
+from pydantic_core import to_json
 
 logger = logging.getLogger(__name__)
 router = APIRouter()
@@ -53,12 +54,12 @@ else:
 
     @router.post("/v1/flat_completions", response_model=None)
     @with_cancellation
-    async def create(request: FlatRequest, raw_request: Request) -> JSONResponse:
+    async def create(request: FlatRequest, raw_request: Request) -> Response:
         completions = object.__new__(FlatCompletions)
         completions.__dict__ = vars(raw_request.app.state.openai_serving_completion)
         answer = await completions.create_completion(request, raw_request)
         if isinstance(answer, dict):
-            return JSONResponse(answer)
+            return Response(to_json(answer), media_type="application/json")
         return JSONResponse(answer.model_dump(), answer.error.code)
 
 

@@ -1,17 +1,26 @@
-"""Makes vLLM's engine hand over a choice when it ends, and not token by token.
+"""Makes vLLM's engine hand over many tokens of a choice at once, and not one by one.
 
 vLLM's API process handles each token of each request on its own, although nobody waits for the
-single tokens of `flat_completions`. vLLM loads this file with `--scheduler-cls`, so it imports
-nothing of ours.
+single tokens of `flat_completions`. It gets them in parts, so that little is left to do when many
+choices end together. vLLM loads this file with `--scheduler-cls`, so it imports nothing of ours.
 """
 
 import copy
-from itertools import chain
+from dataclasses import dataclass, field
+from itertools import chain, count
 from typing import Any
 
 import numpy
 
-MOST = 64  # outputs held apart: each keeps the arrays of all requests of its step in memory
+MOST = 32  # outputs in a part; each keeps the arrays of all requests of its step in memory
+
+
+@dataclass
+class Held:
+    """The outputs of a request since its last part."""
+
+    most: int
+    outputs: list[Any] = field(default_factory=list)
 
 
 class HeldOutputs:
@@ -19,8 +28,8 @@ class HeldOutputs:
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        self._held: dict[str, list[Any]] = {}
-        """The outputs of each unfinished request."""
+        self._held: dict[str, Held] = {}
+        self._begun = count()
 
     def update_from_output(self, *arguments: Any, **settings: Any) -> dict[int, Any]:
         result: dict[int, Any] = super().update_from_output(*arguments, **settings)  # type: ignore[misc]
@@ -38,22 +47,28 @@ class HeldOutputs:
         """Hold an output back, or add to it what was held of its request."""
         if output.finish_reason is not None:
             if held := self._held.pop(output.request_id, None):
-                join([*held, output])
+                join([*held.outputs, output])
             return False
         request = self.requests.get(output.request_id)  # type: ignore[attr-defined]
         parameters = request and request.sampling_params
         at_once = parameters and parameters.output_kind.name == "FINAL_ONLY"
         if not at_once or parameters.detokenize:  # it looks for a stop string in every token
             return False
-        held = self._held.setdefault(output.request_id, [])
-        held.append(output)
-        if len(held) == MOST:
-            self._held[output.request_id] = [join(held)]
-        return True
+        held = self._held.get(output.request_id)
+        if held is None:
+            # The first parts differ in length: of choices that begin together, few hand one over
+            # in the same step.
+            held = self._held[output.request_id] = Held(1 + next(self._begun) % MOST)
+        held.outputs.append(output)
+        if len(held.outputs) < held.most:
+            return True
+        join(held.outputs)
+        self._held[output.request_id] = Held(MOST)
+        return False
 
 
-def join(outputs: list[Any]) -> Any:
-    """Make the last output of a request say what all of them say, and return it."""
+def join(outputs: list[Any]) -> None:
+    """Make the last of some outputs of a request say what all of them say."""
     first, last = outputs[0], outputs[-1]
     last.new_token_ids = list(chain.from_iterable(output.new_token_ids for output in outputs))
     logprobs = [output.new_logprobs for output in outputs if output.new_logprobs is not None]
@@ -71,7 +86,6 @@ def join(outputs: list[Any]) -> Any:
     for name in last.__struct_fields__:  # what only the first says, such as of the prompt
         if getattr(last, name) is None:
             setattr(last, name, getattr(first, name))
-    return last
 
 
 def scheduler(vllm_config: Any, **settings: Any) -> Any:
