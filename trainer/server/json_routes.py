@@ -11,8 +11,8 @@ from fastapi import APIRouter, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
-from pydantic_core import to_json
 
+from kit import json_text
 from kit.types import Json
 from trainer.errors import NotJson
 from trainer.server import guard, strict_json
@@ -31,7 +31,7 @@ class LargeJson(Response):
     media_type = "application/json"
 
     def render(self, content: Json) -> bytes:
-        return to_json(content)
+        return json_text.dump(content)
 
 
 class _JsonRoute(APIRoute):

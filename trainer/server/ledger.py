@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kit.types import Json
 from trainer.errors import TrainerError
@@ -124,7 +125,7 @@ class Ledger:
 
     def record(self, entry: Entry, content: str) -> None:
         """Store a choice whose text is `content`."""
-        names = "".join(f"{PREFIX}{id}" for id in entry.completion_ids)
+        names = "".join([f"{PREFIX}{id}" for id in entry.completion_ids])
         # A constraint may leave only tokens that the policy rules out. Answers hold this number
         # too, because JSON has no infinity, and the learner refuses one.
         logprobs = np.maximum(np.array(entry.logprobs, dtype=np.float64), IMPOSSIBLE)
@@ -141,7 +142,7 @@ class Ledger:
             step=entry.step,
             lora_sha256=entry.lora_sha256,
             rollout=entry.rollout,
-            fingerprint=fingerprint(names, logprobs.tolist()),
+            fingerprint=fingerprint(names, logprobs),
             content=text_digest(content),
             template=_digest(variables.encode()),
             prompt_ids=array("i", entry.prompt_ids).tobytes(),
@@ -242,13 +243,13 @@ def entry_of(row: Row) -> Entry:
     )
 
 
-def fingerprint(names: str, logprobs: Sequence[float]) -> bytes:
+def fingerprint(names: str, logprobs: Sequence[float] | NDArray[np.float64]) -> bytes:
     """Hash tokens, as `token_id:N`, and logprobs, which differ after most other prompts.
 
     Logprobs are rounded: JSON preserves a double, but not every framework keeps it a double.
     Those of confident answers all round to zero, so a fingerprint may fit several entries.
     """
-    rounded = np.round(np.array(logprobs, dtype=np.float64), 4) + 0.0  # -0.0 is 0.0
+    rounded = np.round(np.asarray(logprobs, dtype=np.float64), 4) + 0.0  # -0.0 is 0.0
     return _digest(names.encode() + rounded.tobytes())
 
 
