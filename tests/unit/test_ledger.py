@@ -1,12 +1,17 @@
 import math
 import sqlite3
 import time
+from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trainer.config import ServerConfig
+from trainer.engines.engine import Delta, SampleRequest
 from trainer.errors import TrainerError
+from trainer.server.backend import Backend
 from trainer.server.ledger import KEPT_SECONDS, RECENT_SECONDS, Entry, Ledger, entry_of
 
 # The table of servers whose choices had no ids.
@@ -174,3 +179,19 @@ def test_a_logprob_that_is_no_number_is_refused_and_not_recorded(tmp_path: Path)
     with pytest.raises(TrainerError, match="not a number"):
         ledger.record(broken, "")
     assert ledger.with_id(broken.id) is None
+
+
+async def test_a_prompts_logprob_that_is_no_number_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = Backend(ServerConfig(state_dir=str(tmp_path)), openai_port=0)
+
+    async def sample(*_: Any) -> AsyncIterator[Delta]:
+        yield Delta(0, finish_reason="length", prompt_logprobs=[None, -1.0, logprob])
+
+    monkeypatch.setattr(backend.models, "find", lambda name: (None, 0))
+    monkeypatch.setattr(backend.workers, "sample", sample)
+    for logprob in (-2.0, math.nan):
+        deltas = backend.sample("base", SampleRequest([1, 2, 3], prompt_logprobs=True))
+        with pytest.raises(TrainerError) if math.isnan(logprob) else nullcontext():
+            assert [step async for step, _ in deltas] == [0]

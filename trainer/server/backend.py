@@ -7,6 +7,8 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 
+import numpy as np
+
 from kit.errors import KitError
 from kit.state_dir import DATABASES
 from kit.types import Json
@@ -20,7 +22,7 @@ from trainer.server.admission import Admission
 from trainer.server.client_settings import check_internal_config, lora_config
 from trainer.server.health import Health
 from trainer.server.journal import interrupted
-from trainer.server.ledger import Entry, Ledger
+from trainer.server.ledger import Entry, Ledger, refuse_nan
 from trainer.server.model import Model
 from trainer.server.models import Models
 from trainer.server.pulled import open_checkpoint
@@ -188,6 +190,8 @@ class Backend:
             choices: dict[int, Delta] = {}
             with model.used(step) if model else contextlib.nullcontext():
                 async for delta in self.workers.sample(model, step, request):
+                    if delta.prompt_logprobs:  # the first token has none
+                        refuse_nan(np.array(delta.prompt_logprobs[1:], dtype=np.float64))
                     if delta.index not in choices:
                         choices[delta.index] = Delta(delta.index, choice_id=new_choice_id())
                     choice = choices[delta.index]

@@ -129,11 +129,7 @@ class Ledger:
         # A constraint may leave only tokens that the policy rules out. Answers hold this number
         # too, because JSON has no infinity, and the learner refuses one.
         logprobs = np.maximum(np.array(entry.logprobs, dtype=np.float64), IMPOSSIBLE)
-        if np.isnan(logprobs).any():
-            raise TrainerError(
-                "The engine sampled a token whose logprob is not a number",
-                hint="The weights may be damaged: go back to an earlier step, or train more slowly",
-            )
+        refuse_nan(logprobs)
         variables = json.dumps(entry.template)
         row = Row(
             id=entry.id,
@@ -251,6 +247,14 @@ def fingerprint(names: str, logprobs: Sequence[float] | NDArray[np.float64]) -> 
     """
     rounded = np.round(np.asarray(logprobs, dtype=np.float64), 4) + 0.0  # -0.0 is 0.0
     return _digest(names.encode() + rounded.tobytes())
+
+
+def refuse_nan(logprobs: NDArray[np.float64]) -> None:
+    if np.isnan(logprobs).any():
+        raise TrainerError(
+            "The engine returned a logprob that is not a number",
+            hint="The weights may be damaged: go back to an earlier step, or train more slowly",
+        )
 
 
 def text_digest(text: str) -> bytes:
