@@ -63,6 +63,12 @@ def launch(
     return _start_server(name, plan, cost)
 
 
+def nodes(name: str) -> int:
+    """Return the number of a cluster's machines; 1 if there is no such cluster."""
+    record = _record(name)
+    return int(record["handle"].launched_nodes) if record else 1
+
+
 def like(name: str) -> list[str]:
     """See `Provider.like`."""
     record = _record(name)

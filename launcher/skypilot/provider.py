@@ -60,8 +60,12 @@ class SkyProvider:
     def run(
         self, name: str, command: str, envs: Mapping[str, str], secrets: Mapping[str, str]
     ) -> Run:
-        # One CPU and no GPU: a job that requests the server's GPU would wait for it forever.
-        config = {"name": RUN, "resources": {"cpus": 1}, "run": scripts.run(command)}
+        # One CPU and no GPU: a job that requests the server's GPU would wait for it forever. On all
+        # machines, because a job for one of them may start on any, and the server is on the first.
+        config = {
+            **{"name": RUN, "resources": {"cpus": 1}, "num_nodes": sky_launch.nodes(name)},
+            "run": scripts.run(command),
+        }
         return sky_runs.start(name, config, envs, secrets)
 
     def runs(self, name: str) -> list[Run]:

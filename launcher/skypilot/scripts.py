@@ -105,13 +105,14 @@ def _guarded(setup: str) -> str:
 
 
 def run(command: str) -> str:
-    """Run `command` until the lease ends, because a cluster with a running job stays up.
+    """Run `command` on the first machine, until the lease ends: a running job keeps a cluster up.
 
     SkyPilot reports whether a job failed, but not its exit code, so the script records the code.
     It ends with `exit`, unlike the server's: SkyPilot appends commands that wait until no file of a
     bucket is open, and the server next to the run keeps its logs open.
     """
     return (
+        '[ "${SKYPILOT_NODE_RANK:-0}" = 0 ] || exit 0\n'
         f"{{ read -r ends lease boot up_ends <~/{LEASE_ENDS}; }} 2>/dev/null || ends=0\n"
         "left=$(( ends ? ends - $(date +%s) : 0 ))\n"
         # Another machine of the cluster has another boot: there the wall clock has to do.

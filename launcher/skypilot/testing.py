@@ -124,6 +124,7 @@ class FakeSky:
     cpus: str | None = "4"
     memory: str | None = "8"
     accelerators: dict[str, int] | None = None
+    nodes: int = 1
     records: dict[str, Any] = field(default_factory=dict)
     """The records that `status` returns, by cluster."""
     queues: dict[str, FakeQueue] = field(default_factory=dict)
@@ -160,7 +161,9 @@ class FakeSky:
         self.records[name] = {
             "name": name,
             "status": status,
-            "handle": SimpleNamespace(launched_resources=SimpleNamespace(**size)),
+            "handle": SimpleNamespace(
+                launched_resources=SimpleNamespace(**size), launched_nodes=self.nodes
+            ),
             "cluster_ever_up": status is FakeStatus.UP,
             "last_creation_yaml": None,
             **record,

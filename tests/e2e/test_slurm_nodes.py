@@ -157,6 +157,10 @@ def test_two_machines_sample_and_train_as_one_and_a_killed_one_loses_no_request(
         assert engine_of(ACTOR) == engine
         # The learner's world was broken by that too, and is whole again.
         laptop.run(f"{exports}; {python}/train_until.py tiny 3 0")
+    # A run is where the server is. It has to be the right machine more than once.
+    for _ in range(2):
+        told = laptop.run(f"{LAUNCHER} run --wait 'echo runs on $SLURMD_NODENAME'")
+        assert re.findall(r"runs on (\S+)", told) == ["art-n1"], told
     server = laptop.run(f"{LAUNCHER} logs server --no-follow")
     assert re.search(r"`art-n2` is lost with [1-9]\d* choices under way", server), server
     learner = laptop.run("ssh -q art cat 'sky_workdir/.art/nodes/art-n2-*/logs/learner.log'")

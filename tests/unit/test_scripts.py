@@ -110,6 +110,16 @@ def test_a_run_records_its_exit_code_and_ends_with_the_lease(home: Path) -> None
     assert done.returncode == 124
 
 
+def test_a_run_is_on_the_first_machine_of_a_cluster_alone(home: Path) -> None:
+    script = scripts.run("echo ran; exit 7")
+    names = {"SKYPILOT_INTERNAL_JOB_ID": "4"}
+    done = bash(script, home, **names, SKYPILOT_NODE_RANK="1")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert not (home / scripts.EXIT_CODES / "4").exists()
+    done = bash(script, home, **names, SKYPILOT_NODE_RANK="0")
+    assert (done.returncode, done.stdout) == (7, "ran\n")
+
+
 def test_a_stopped_server_is_ended_after_its_lease(
     home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

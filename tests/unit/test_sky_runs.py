@@ -9,6 +9,7 @@ import pytest
 from launcher.errors import RemoteError, RunNotFound
 from launcher.provider import SERVER
 from launcher.skypilot import runs as sky_runs
+from launcher.skypilot.provider import SkyProvider
 from launcher.skypilot.testing import FakeJob, FakeQueue, FakeSky, FakeStatus
 
 BEGIN = "├── Waiting for task resources on 1 node.\n"
@@ -101,3 +102,12 @@ def test_lines_that_were_shown_already_are_skipped(size: int) -> None:
     for start in range(0, len(text), size):
         rest.write(text[start : start + size])
     assert out.getvalue() == "rest\n\nof it"
+
+
+def test_a_run_reaches_every_machine_because_skypilot_would_choose_any(sky: FakeSky) -> None:
+    sky.make_cluster("one")
+    sky.nodes = 3
+    sky.make_cluster("three")
+    for name in ("one", "three"):
+        SkyProvider().run(name, "true", {}, {})
+    assert [config["num_nodes"] for config in sky.executed] == [1, 3]
