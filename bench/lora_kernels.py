@@ -1,4 +1,4 @@
-"""Compares vLLM's LoRA kernels on this GPU with its own settings and with those in `in_vllm/tuned`.
+"""Compares vLLM's own settings for its LoRA kernels with those in `in_vllm/tuned`, on this GPU.
 
     python bench/lora_kernels.py [--write]      # where vLLM and the GPU are
 

@@ -115,7 +115,7 @@ def run(command: str) -> str:
         '[ "${SKYPILOT_NODE_RANK:-0}" = 0 ] || exit 0\n'
         f"{{ read -r ends lease boot up_ends <~/{LEASE_ENDS}; }} 2>/dev/null || ends=0\n"
         "left=$(( ends ? ends - $(date +%s) : 0 ))\n"
-        # Another machine of the cluster has another boot: there the wall clock has to do.
+        # A machine that was restarted has another boot: there the wall clock has to do.
         'if [ -n "$boot" ] && [ "$boot" = "$(cat /proc/sys/kernel/random/boot_id)" ]; then\n'
         "  left=$(( up_ends - $(cut -d. -f1 /proc/uptime) ))\n"
         "fi\n"

@@ -187,7 +187,9 @@ def test_the_loras_kernels_have_settings_for_every_number_of_merged_products(
         (by_slices,) = json.loads(file.read_text()).values()
         assert sorted(by_slices) == ["1", "2", "3"]  # vLLM dies of a missing one: q, k, v are 3
         for by_tokens in by_slices.values():
-            assert min(map(int, by_tokens)) < 128 and max(map(int, by_tokens)) > max(GRAPHS)
+            # Above the graphs vLLM's own, whose kernels are compiled before a request waits.
+            assert min(map(int, by_tokens)) < 128
+            assert max(map(int, by_tokens)) == max(GRAPHS) + 1
     monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", "mine")
     assert environment(cuda=True)["VLLM_TUNED_CONFIG_FOLDER"] == "mine"
     assert "VLLM_TUNED_CONFIG_FOLDER" not in environment(cuda=False)

@@ -31,10 +31,10 @@ END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_tur
 TOOL_TAGS = ("<tool_call>", "</tool_call>")
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 # A conversation with a tool call, to find out what a chat template shows.
-_NOTHING = {"type": "object", "properties": {}}
+_NO_PARAMETERS = {"type": "object", "properties": {}}
 _PROBE_TOOL: dict[str, Any] = {
     "type": "function",
-    "function": {"name": "probe", "description": "Probe.", "parameters": _NOTHING},
+    "function": {"name": "probe", "description": "Probe.", "parameters": _NO_PARAMETERS},
 }
 _PROBE_CALL = {"name": "probe", "arguments": {"probe_argument": 1}}
 _PROBE: list[dict[str, Any]] = [

@@ -47,7 +47,7 @@ class TextStream:
         return text
 
     def add_all(self, tokens: Sequence[int]) -> tuple[int, str]:
-        """Add tokens up to one that stops; return how many, and what `add` returns of each."""
+        """Add tokens until one stops the text. Return how many, and the text as `add` does."""
         if self._stop:
             text = ""
             for number, token in enumerate(tokens, start=1):

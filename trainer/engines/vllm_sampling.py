@@ -15,8 +15,9 @@ from trainer.engines.vllm_requests import sampling_body, scores, scoring_body
 from trainer.errors import TrainerError
 
 logger = logging.getLogger(__name__)
-# Longer than the largest CUDA graph, and of a length that has other kernels where no graph has it.
-# Triton compiles a kernel once for multiples of 16, and once for other numbers.
+# Two prompts longer than the largest CUDA graph, and two shorter ones, whose kernels differ and are
+# compiled with the graphs unless a user captures none. Of each two, one is a multiple of 16: Triton
+# compiles a kernel once for those, and once for other numbers.
 WARM_UP = (2048, 2001, 512, 501)
 
 
