@@ -89,6 +89,7 @@ def serve(arguments: argparse.Namespace) -> None:
         base_model=arguments.base_model,
         engine="vllm" if kind == "vllm" else "embedded",
         vllm=os.environ.get("ART_VLLM"),
+        engine_args=arguments.engine_args,
         mps="mps" in settings,
         quantization="fp8" if "fp8" in settings else None,
         lora=LoraConfig(rank=arguments.rank, alpha=2.0 * arguments.rank),

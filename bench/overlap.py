@@ -88,6 +88,7 @@ def serving(arguments: argparse.Namespace, engine: str, directory: Path) -> Iter
     """Serve in a process of its own, which writes `busy.jsonl`."""
     names = ("base_model", "port", "openai_port", "tokens", "rate", "learner_s", "rank")
     given = [f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in names]
+    given.append(f"--engine-args={json.dumps(arguments.engine_args)}")
     files = [f"--busy={directory / 'busy.jsonl'}", f"--state-dir={directory / '.art'}"]
     log = directory / "server.log"
     began = time.monotonic()
@@ -106,10 +107,12 @@ def serving(arguments: argparse.Namespace, engine: str, directory: Path) -> Iter
         process.wait()
 
 
-def config_of(arguments: argparse.Namespace, name: str, steps: int, latency: float) -> Any:
+def config_of(
+    arguments: argparse.Namespace, name: str, steps: int, latency: float, prompt: int
+) -> Any:
     runs = arguments.groups * arguments.generations
     backend = {"ip": "127.0.0.1", "port": arguments.port, "name": name, "project": "bench"}
-    agent = {name: getattr(arguments, name) for name in ("turns", "tokens", "prompt")}
+    agent = {"turns": arguments.turns, "tokens": arguments.tokens, "prompt": prompt}
     llm = {
         "_type": "openai",
         "model_name": name,
@@ -155,7 +158,8 @@ def run(
     """Train with the harness; return the rows of its epochs, and when each part was busy."""
     output = directory / name
     steps = settings.pop("steps")
-    config = config_of(arguments, name, steps, settings.pop("latency"))
+    agent = {key: settings.pop(key) for key in ("latency", "prompt")}
+    config = config_of(arguments, name, steps, **agent)
     config["finetuning"] |= {"output_dir": str(output), **settings}
     config["eval"]["general"]["output_dir"] = str(output / "runs")
     file = directory / f"{name}.yaml"
@@ -214,13 +218,17 @@ def measure(arguments: argparse.Namespace, engine: str, table: Table) -> None:
         with serving(arguments, engine, directory):
             rows = []
             if arguments.warm:
-                rows, _ = run(arguments, directory, "warm", steps=arguments.warm, latency=0)
+                settings = {"latency": 0, "prompt": arguments.prompt[0]}
+                rows, _ = run(arguments, directory, "warm", steps=arguments.warm, **settings)
             for number, row in enumerate(rows, 1):
                 print(f"{engine}, step {number}: {medians([row])}", flush=True)
             cases = zip(arguments.latency, itertools.cycle(arguments.steps), strict=False)
-            for (latency, steps), ahead in itertools.product(cases, arguments.ahead):
-                name = f"latency-{latency:g}-ahead-{ahead}"
-                settings = {"latency": latency, "steps": steps, "max_steps_off_policy": ahead}
+            for (latency, steps), prompt, ahead in itertools.product(
+                cases, arguments.prompt, arguments.ahead
+            ):
+                name = f"latency-{latency:g}-prompt-{prompt}-ahead-{ahead}"
+                settings = {"latency": latency, "prompt": prompt, "max_steps_off_policy": ahead}
+                settings["steps"] = steps
                 rows, busy = run(arguments, directory, name, **settings)
                 print(f"{engine}, {name}: {medians(rows)}", flush=True)
                 begin, *_, end, _ = sorted(end for _, end in busy["learner"])
@@ -234,7 +242,7 @@ def measure(arguments: argparse.Namespace, engine: str, table: Table) -> None:
                 shares = [seconds(sampling), seconds(training), either, shared]
                 table.add(
                     [
-                        *(engine, f"{MEDIAN_S * latency:g} s", str(ahead)),
+                        *(engine, str(prompt), f"{MEDIAN_S * latency:g} s", str(ahead)),
                         f"{wall / counted:.2f}",
                         f"{3600 * counted / wall:.0f}",
                         *(f"{share / wall:.0%}" for share in shares),
@@ -260,7 +268,12 @@ def main() -> None:
     parser.add_argument("--generations", type=int, default=8, help="runs per group")
     parser.add_argument("--turns", type=int, default=2, help="calls of the model per run")
     parser.add_argument("--tokens", type=int, default=64, help="most tokens per call")
-    parser.add_argument("--prompt", type=int, default=0, help="more words per message to the model")
+    parser.add_argument(
+        "--prompt", type=int, nargs="+", default=[0], help="more words per message to the model"
+    )
+    parser.add_argument(
+        "--engine-args", type=json.loads, default={}, help="more settings of vLLM, as JSON"
+    )
     parser.add_argument("--row", type=int, help="tokens in a packed row")
     parser.add_argument("--rank", type=int, default=8, help="rank of the LoRA")
     parser.add_argument("--latency", type=float, nargs="+", default=[1.0], help="of the tools")
@@ -280,8 +293,8 @@ def main() -> None:
     if arguments.serve:
         return serve(arguments)
     table = Table(
-        ["engine", "tools", "steps off-policy", "s/step", "steps/h", "engine busy", "learner busy",
-         "either", "both", "runs/step", "stale runs", "speed-up"]
+        ["engine", "words", "tools", "steps off-policy", "s/step", "steps/h", "engine busy",
+         "learner busy", "either", "both", "runs/step", "stale runs", "speed-up"]
     )  # fmt: skip
     load = os.getloadavg()[0]
     for engine in arguments.engine:

@@ -237,6 +237,28 @@ async def test_the_id_of_a_choice_survives_the_objects_of_openai_and_art(server:
     ledger.close()
 
 
+def test_every_turn_of_plain_messages_goes_on_from_the_sampled_tokens(server: Serving) -> None:
+    tokenizer = Tokenizer(resolve("tiny-random"))
+    # Random weights write halves of characters, which the text shows as other characters. Special
+    # tokens it does not show at all.
+    halves = {"logit_bias": {str(token): -100 for token in range(256, 260)}}
+    messages: list[Any] = []
+    sampled: list[int] = []
+    for question in ("Begin", "Go on", "And then?"):
+        messages.append({"role": "user", "content": question})
+        body = {**BODY, **halves, "messages": messages, "max_tokens": 24}
+        answer = httpx.post(f"{server.openai}/v1/chat/completions", json=body, timeout=60).json()
+        prompt, choice = answer["prompt_token_ids"], answer["choices"][0]
+        asked = {"model": BODY["model"], "messages": messages}
+        counted = httpx.post(f"{server.openai}/v1/messages/count_tokens", json=asked, timeout=60)
+        assert counted.json() == {"input_tokens": len(prompt)}
+        assert prompt[: len(sampled)] == sampled
+        sampled = prompt + choice["token_ids"]
+        text = choice["message"]["content"]
+        assert tokenizer.encode(text) != choice["token_ids"]
+        messages.append({"role": "assistant", "content": text})
+
+
 def test_a_constrained_choice_trains_with_the_logprobs_that_the_learner_computes(
     server: Serving,
 ) -> None:

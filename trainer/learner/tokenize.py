@@ -13,7 +13,8 @@ from os.path import commonprefix
 from typing import Any
 
 from trainer import exact_tokens
-from trainer.base_model.tokenizer import Tokenizer, normalise
+from trainer.base_model.messages import normalise
+from trainer.base_model.tokenizer import Tokenizer
 from trainer.errors import BadRequest
 from trainer.learner.choices import Choice, Item, is_choice, read_choice
 

@@ -17,7 +17,7 @@ from trainer.engines.choose import engine_kind
 from trainer.engines.engine import Delta, SampleRequest
 from trainer.errors import BadRequest, Conflict
 from trainer.exact_tokens import new_choice_id
-from trainer.server import history
+from trainer.server import exact_prompts, history
 from trainer.server.admission import Admission
 from trainer.server.client_settings import check_internal_config, lora_config
 from trainer.server.health import Health
@@ -168,6 +168,10 @@ class Backend:
 
     # Sampling
 
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a rendered conversation, with those that were sampled in it."""
+        return exact_prompts.encode(text, self.workers.tokenizer, self.ledger)
+
     async def sample(
         self,
         name: str,
@@ -175,13 +179,14 @@ class Backend:
         *,
         rollout: str | None = None,
         template: Json | None = None,
+        prompt_text: str = "",
     ) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yield (policy step, delta), and record every choice that finishes under a new id.
 
         A request samples from one step to its end. A name without a step means the newest served
         one when the request begins, after a wait at the gate. Unless `request.stream`, all deltas
         come at the end, so that a death of the engine loses none. `template` holds the tools and
-        variables that rendered the prompt.
+        variables that rendered `prompt_text`.
         """
         async with self.workers.gate.sampling():
             self.last_activity = time.monotonic()
@@ -209,6 +214,7 @@ class Backend:
                             logprobs=choice.logprobs,
                             constrained=request.constraint is not None,
                             template=template or {},
+                            prompt_text=prompt_text,
                         )
                         if choice.token_ids:  # a request may ask for the prompt's logprobs only
                             self.ledger.record(entry, choice.text)

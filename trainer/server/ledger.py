@@ -33,6 +33,7 @@ MAX_BYTES = 8 * 2**30
 """The size above which the oldest entries are deleted, except those of open rollouts."""
 RECENT_SECONDS = rollouts.KEPT_SECONDS
 """Entries younger than this always stay: the rollout or trajectory that needs them may be open."""
+_DIGEST_BYTES = 16
 _PRUNE_EVERY = 100
 _PRUNED_AT_ONCE = 200  # more than are added in between, so that the ledger shrinks
 
@@ -57,6 +58,7 @@ _ADDED = {
     "choice_id": "TEXT",
     "constrained": "INTEGER NOT NULL DEFAULT 0",
     "template": "BLOB",  # a digest in `templates`: many entries share their tools
+    "conversation": "BLOB",  # a digest of the text of prompt and choice
 }
 _INDEXES = """
 CREATE INDEX IF NOT EXISTS by_fingerprint ON completions (fingerprint);
@@ -64,6 +66,7 @@ CREATE INDEX IF NOT EXISTS by_content ON completions (content);
 CREATE UNIQUE INDEX IF NOT EXISTS by_choice_id ON completions (choice_id);
 CREATE INDEX IF NOT EXISTS by_model ON completions (model, step);
 CREATE INDEX IF NOT EXISTS by_template ON completions (template);
+CREATE INDEX IF NOT EXISTS by_conversation ON completions (conversation);
 """
 _UNUSED = "NOT EXISTS (SELECT 1 FROM completions WHERE template = digest)"
 
@@ -87,6 +90,8 @@ class Entry:
     """Whether the request limited the text, e.g. to a JSON schema."""
     template: Json = field(default_factory=dict)
     """The tools and variables with which the chat template rendered the prompt."""
+    prompt_text: str = ""
+    """The prompt as the chat template rendered it; empty for plain completions."""
 
 
 class Row(NamedTuple):
@@ -101,6 +106,7 @@ class Row(NamedTuple):
     fingerprint: bytes
     content: bytes
     template: bytes | None
+    conversation: bytes | None
     prompt_ids: bytes
     completion_ids: bytes
     logprobs: bytes
@@ -141,6 +147,7 @@ class Ledger:
             fingerprint=fingerprint(names, logprobs),
             content=text_digest(content),
             template=_digest(variables.encode()),
+            conversation=text_digest(entry.prompt_text + content) if entry.prompt_text else None,
             prompt_ids=array("i", entry.prompt_ids).tobytes(),
             completion_ids=array("i", entry.completion_ids).tobytes(),
             logprobs=logprobs.tobytes(),
@@ -166,6 +173,10 @@ class Ledger:
     def with_content(self, content: str) -> list[Row]:
         """The entries with that text, oldest first."""
         return self._rows("content", text_digest(content))
+
+    def newest_of(self, conversation: bytes) -> Row | None:
+        """The newest entry whose prompt and text have this digest, or None."""
+        return next(iter(self._rows("conversation", conversation, "DESC LIMIT 1")), None)
 
     def variables(self, row: Row) -> Json | None:
         """The tools and variables that rendered a row's prompt; None if they are not known."""
@@ -208,8 +219,8 @@ class Ledger:
         )
         return (pages - free) * size
 
-    def _rows(self, column: str, value: object) -> list[Row]:
-        query = f"SELECT {_COLUMNS} FROM completions WHERE {column} = ? ORDER BY id"
+    def _rows(self, column: str, value: object, order: str = "") -> list[Row]:
+        query = f"SELECT {_COLUMNS} FROM completions WHERE {column} = ? ORDER BY id {order}"
         return [Row(*found) for found in self._db.execute(query, (value,))]
 
 
@@ -257,8 +268,20 @@ def refuse_nan(logprobs: NDArray[np.float64]) -> None:
         )
 
 
+class TextDigest:
+    """Hashes a text in parts."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+
+    def add(self, text: str) -> bytes:
+        """The digest of all parts so far, with this one."""
+        self._hash.update(text.encode(errors="surrogatepass"))
+        return self._hash.digest()
+
+
 def text_digest(text: str) -> bytes:
-    return _digest(text.encode(errors="surrogatepass"))
+    return TextDigest().add(text)
 
 
 def _marks(values: Sequence[object]) -> str:
@@ -266,4 +289,4 @@ def _marks(values: Sequence[object]) -> str:
 
 
 def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=16).digest()
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()

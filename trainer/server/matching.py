@@ -23,6 +23,7 @@ from kit.types import Json
 from trainer import exact_tokens
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.exact_tokens import PREFIX
+from trainer.server import exact_prompts
 from trainer.server import ledger as ledgers
 from trainer.server.chat.tool_calls import ToolCallParser
 from trainer.server.ledger import Entry, Ledger, Row
@@ -162,22 +163,24 @@ class _Conversation:
         By default with the tools of the trajectory; with `own_template` with those of the request
         that sampled the row, because some frameworks send trajectories without tools.
         """
-        rendered: dict[bytes | None, bytes | None] = {}
+        rendered: dict[bytes | None, set[bytes]] = {}
         for row in rows:
             if row.template not in rendered:
                 variables = self._ledger.variables(row) or {}
                 if not own_template or "tools" not in variables:
                     variables = {**variables, "tools": self._tools}
                 rendered[row.template] = self._render(index, variables)
-        return [row for row in rows if row.prompt_ids == rendered[row.template]]
+        return [row for row in rows if row.prompt_ids in rendered[row.template]]
 
-    def _render(self, index: int, variables: Json) -> bytes | None:
+    def _render(self, index: int, variables: Json) -> set[bytes]:
+        """The tokens of the conversation before a choice: encoded anew, and as it was sampled."""
         before = [_message(item) if is_choice(item) else item for item in self._items[:index]]
         try:
-            ids = self._tokenizer.apply_chat_template(before, **variables)
+            text = self._tokenizer.render(before, **variables)
+            sampled = exact_prompts.encode(text, self._tokenizer, self._ledger)
         except (KitError, TypeError):  # not the messages that were sampled from
-            return None
-        return array("i", ids).tobytes()
+            return set()
+        return {array("i", ids).tobytes() for ids in (self._tokenizer.encode(text), sampled)}
 
     def _continuing(self, rows: list[Row]) -> list[Row]:
         """The rows whose prompt begins with the prompt and tokens of the choice before."""

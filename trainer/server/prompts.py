@@ -40,11 +40,16 @@ def check_count(messages: Sequence[Any], tokenizer: Tokenizer) -> None:
     _check(len(messages), "messages", len(messages), tokenizer)
 
 
-def encode(text: str, tokenizer: Tokenizer) -> list[int]:
-    """The tokens of a prompt, or the error that it is too long, without tokenizing all of it."""
+def check_size(text: str, tokenizer: Tokenizer) -> None:
+    """Refuse a text that is certainly too long, without tokenizing it."""
     if len(text) > tokenizer.longest_token:
         size = len(text.encode())
         _check(size // tokenizer.longest_token, "bytes", size, tokenizer)
+
+
+def encode(text: str, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a plain prompt, or the error that it is too long."""
+    check_size(text, tokenizer)
     ids = tokenizer.encode(text)
     check_tokens(ids, tokenizer)
     return ids

@@ -25,13 +25,17 @@ class Exchange:
     def __init__(self, backend: Backend, chat: ChatRequest, rollout: str | None) -> None:
         backend.models.find(chat.model)  # an unknown name is refused before any work
         tokenizer = backend.workers.tokenizer
-        sample_request = chat.sample_request(tokenizer)
+        sample_request, text = chat.sample_request(tokenizer, backend.encode)
         self.prompt_tokens = len(sample_request.prompt_ids)
         self.answer = ChatAnswer(
             chat, sample_request.prompt_ids, tokenizer, recorded=rollout is not None
         )
         self.deltas = backend.sample(
-            chat.model, sample_request, rollout=rollout, template=chat.template(tokenizer)
+            chat.model,
+            sample_request,
+            rollout=rollout,
+            template=chat.template(tokenizer),
+            prompt_text=text,
         )
         """The source of `chunks`, which a stream must close when its client leaves."""
         self._backend = backend

@@ -1,5 +1,6 @@
 """The request of a chat completion, as OpenAI's and vLLM's clients send it."""
 
+from collections.abc import Callable
 from functools import cached_property
 from typing import Literal
 
@@ -44,8 +45,10 @@ class ChatRequest(SamplingFields):
         """The functions that the answer may call, and how."""
         return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
 
-    def sample_request(self, tokenizer: Tokenizer) -> SampleRequest:
-        """Apply the chat template, and translate the settings for the engine."""
+    def sample_request(
+        self, tokenizer: Tokenizer, encode: Callable[[str], list[int]]
+    ) -> tuple[SampleRequest, str]:
+        """The request for the engine, and the text of its prompt, which `encode` turned to ids."""
         refuse_unknown(self.model_extra or {})
         if self.top_logprobs and self.logprobs is False:
             raise BadRequest(
@@ -57,8 +60,8 @@ class ChatRequest(SamplingFields):
         settings = self.settings(tokenizer, self.tool_use, limit)
         prompts.check_count(self.messages, tokenizer)
         text = tokenizer.render(self.messages, **self.template(tokenizer))
-        ids = prompts.encode(text, tokenizer)
-        return SampleRequest(prompt_ids=ids, top_logprobs=self.top_logprobs or 0, **settings)
+        top = self.top_logprobs or 0
+        return SampleRequest(prompt_ids=encode(text), top_logprobs=top, **settings), text
 
     def warnings(self, tokenizer: Tokenizer) -> list[str]:
         """Parts of this request that the model's chat template leaves out, one sentence each."""

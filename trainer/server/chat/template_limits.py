@@ -9,7 +9,8 @@ import logging
 from collections.abc import Sequence
 
 from kit.types import Json
-from trainer.base_model.tokenizer import Message, Tokenizer
+from trainer.base_model.messages import Message
+from trainer.base_model.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 HEADER = "x-art-warning"

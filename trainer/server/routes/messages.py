@@ -1,5 +1,7 @@
 """The routes of Anthropic's Messages API."""
 
+from functools import partial
+
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
@@ -49,7 +51,8 @@ def routes(backend: Backend) -> APIRouter:
     async def count(body: CountRequest) -> Json:
         backend.models.find(body.model)
         chat, tokenizer = body.chat(), backend.workers.tokenizer
-        request = await prepare(lambda: chat.sample_request(tokenizer), chat.messages, chat.tools)
+        read = partial(chat.sample_request, tokenizer, backend.encode)
+        request, _ = await prepare(read, chat.messages, chat.tools)
         return {"input_tokens": len(request.prompt_ids)}
 
     return router

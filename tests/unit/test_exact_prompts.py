@@ -1,0 +1,133 @@
+"""Prompts that go on from sampled tokens: as they were sampled, wherever the text shows them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.base_model.resolve import resolve
+from trainer.base_model.tokenizer import Tokenizer
+from trainer.errors import TooLong
+from trainer.server import exact_prompts
+from trainer.server.ledger import Entry, Ledger
+
+ASKED = [{"role": "user", "content": "Say something."}]
+GO_ON = {"role": "user", "content": "Go on."}
+END, START = 258, 257  # <|im_end|> and <|im_start|>
+HALF = [*b"a", 0xC3]  # half of a character, which the text shows as another one
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    return Ledger(tmp_path / "ledger.db")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(resolve("tiny-random"))
+
+
+class Server:
+    """Samples given tokens, and records them as the backend does."""
+
+    def __init__(self, ledger: Ledger, tokenizer: Tokenizer) -> None:
+        self.ledger = ledger
+        self.tokenizer = tokenizer
+
+    def prompt(self, messages: list[Any], **template: Any) -> list[int]:
+        text = self.tokenizer.render(messages, **template)
+        return exact_prompts.encode(text, self.tokenizer, self.ledger)
+
+    def answer(
+        self, messages: list[Any], ids: list[int], text: str | None = None, **template: Any
+    ) -> dict[str, Any]:
+        content = self.tokenizer.text(ids) if text is None else text
+        entry = Entry(
+            model="p/m",
+            step=0,
+            lora_sha256="",
+            rollout=None,
+            prompt_ids=self.prompt(messages, **template),
+            completion_ids=ids,
+            logprobs=[-1.0] * len(ids),
+            template=template,
+            prompt_text=self.tokenizer.render(messages, **template),
+        )
+        self.ledger.record(entry, content)
+        return {"role": "assistant", "content": content}
+
+
+@pytest.fixture
+def server(ledger: Ledger, tokenizer: Tokenizer) -> Server:
+    return Server(ledger, tokenizer)
+
+
+@pytest.mark.parametrize("end", [[], [END]])
+def test_every_turn_goes_on_from_the_tokens_of_the_turns_before(
+    server: Server, tokenizer: Tokenizer, end: list[int]
+) -> None:
+    messages: list[Any] = [*ASKED]
+    for _ in range(3):
+        before = server.prompt(messages)
+        messages.append(server.answer(messages, [*HALF, *end]))
+        messages.append(GO_ON)
+        prompt = server.prompt(messages)
+        assert prompt[: len(before) + len(HALF) + 1] == [*before, *HALF, END]
+        assert tokenizer.decode(prompt) == tokenizer.render(messages)
+        assert prompt != tokenizer.apply_chat_template(messages)
+
+
+def test_the_longest_known_conversation_counts(server: Server, tokenizer: Tokenizer) -> None:
+    known = [*ASKED, server.answer(ASKED, [*HALF, END]), GO_ON]
+    edited = [*known, {"role": "assistant", "content": "edited"}, GO_ON]
+    prompt = server.prompt(edited)
+    assert prompt[: len(server.prompt(known))] == server.prompt(known)
+    assert tokenizer.decode(prompt) == tokenizer.render(edited)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"messages": [{"role": "user", "content": "Say something!"}]},
+        {"answer": {"role": "assistant", "content": "a"}},
+        {"answer": {"role": "user", "content": "a\ufffd"}},
+        {"tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}]},
+    ],
+)
+def test_another_conversation_is_encoded_anew(
+    server: Server, tokenizer: Tokenizer, change: dict[str, Any]
+) -> None:
+    answer = server.answer(ASKED, [*HALF, END])
+    asked = change.pop("messages", ASKED)
+    changed = [*asked, change.pop("answer", answer), GO_ON]
+    assert server.prompt(changed, **change) == tokenizer.apply_chat_template(changed, **change)
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        ([*HALF, *b"STOP"], "a\ufffd"),  # cut at a stop string
+        ([*HALF, START, *b"user", END], None),  # a turn that the client cannot see
+    ],
+)
+def test_tokens_that_the_text_does_not_show_are_left_out(
+    server: Server, tokenizer: Tokenizer, ids: list[int], text: str | None
+) -> None:
+    messages = [*ASKED, server.answer(ASKED, ids, text), GO_ON]
+    assert server.prompt(messages) == tokenizer.apply_chat_template(messages)
+
+
+def test_the_newest_of_equal_answers_counts(server: Server) -> None:
+    server.answer(ASKED, [*HALF, END])
+    answer = server.answer(ASKED, [*b"a", 0xC4, END])  # the same text
+    before = server.prompt(ASKED)
+    assert server.prompt([*ASKED, answer, GO_ON])[len(before) :][:3] == [*b"a", 0xC4, END]
+
+
+def test_a_conversation_that_outgrew_the_context_is_refused(
+    server: Server, tokenizer: Tokenizer
+) -> None:
+    assert tokenizer.context is not None
+    answer = server.answer(ASKED, [*HALF] * (tokenizer.context // 2))
+    with pytest.raises(TooLong):
+        server.prompt([*ASKED, answer, GO_ON])
