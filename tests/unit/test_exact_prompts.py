@@ -34,19 +34,24 @@ class Server:
         self.ledger = ledger
         self.tokenizer = tokenizer
 
-    def prompt(self, messages: list[Any], **template: Any) -> list[int]:
+    def prompt(self, messages: list[Any], rollout: str | None = None, **template: Any) -> list[int]:
         text = self.tokenizer.render(messages, **template)
-        return exact_prompts.encode(text, self.tokenizer, self.ledger)
+        return exact_prompts.encode(text, self.tokenizer, self.ledger, rollout)
 
     def answer(
-        self, messages: list[Any], ids: list[int], text: str | None = None, **template: Any
+        self,
+        messages: list[Any],
+        ids: list[int],
+        text: str | None = None,
+        rollout: str | None = None,
+        **template: Any,
     ) -> dict[str, Any]:
         content = self.tokenizer.text(ids) if text is None else text
         entry = Entry(
             model="p/m",
             step=0,
             lora_sha256="",
-            rollout=None,
+            rollout=rollout,
             prompt_ids=self.prompt(messages, **template),
             completion_ids=ids,
             logprobs=[-1.0] * len(ids),
@@ -122,6 +127,14 @@ def test_the_newest_of_equal_answers_counts(server: Server) -> None:
     answer = server.answer(ASKED, [*b"a", 0xC4, END])  # the same text
     before = server.prompt(ASKED)
     assert server.prompt([*ASKED, answer, GO_ON])[len(before) :][:3] == [*b"a", 0xC4, END]
+
+
+def test_a_rollout_goes_on_from_its_own_of_equal_answers(server: Server) -> None:
+    answer = server.answer(ASKED, [*HALF, END], rollout="one")
+    server.answer(ASKED, [*b"a", 0xC4, END], rollout="other")
+    messages, before = [*ASKED, answer, GO_ON], server.prompt(ASKED)
+    assert server.prompt(messages, "one")[len(before) :][:3] == [*HALF, END]
+    assert server.prompt(messages, "third")[len(before) :][:3] == [*b"a", 0xC4, END]
 
 
 def test_a_conversation_that_outgrew_the_context_is_refused(

@@ -168,9 +168,9 @@ class Backend:
 
     # Sampling
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, rollout: str | None = None) -> list[int]:
         """The tokens of a rendered conversation, with those that were sampled in it."""
-        return exact_prompts.encode(text, self.workers.tokenizer, self.ledger)
+        return exact_prompts.encode(text, self.workers.tokenizer, self.ledger, rollout)
 
     async def sample(
         self,

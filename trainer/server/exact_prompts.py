@@ -16,23 +16,30 @@ from trainer.server.ledger import Ledger, Row, TextDigest, text_digest
 _LAST = 64  # ends of turns that are tried, so that a long conversation costs no more
 
 
-def encode(text: str, tokenizer: Tokenizer, ledger: Ledger) -> list[int]:
-    """The tokens of a rendered conversation, with the newest answer's own where it is known."""
+def encode(
+    text: str, tokenizer: Tokenizer, ledger: Ledger, rollout: str | None = None
+) -> list[int]:
+    """The tokens of a rendered conversation, with the newest answer's own where it is known.
+
+    Runs of one example may write the same text in other tokens: `rollout` prefers its own.
+    """
     prompts.check_size(text, tokenizer)
-    ids = _continued(text, tokenizer, ledger)
+    ids = _continued(text, tokenizer, ledger, rollout)
     if ids is None:
         ids = tokenizer.encode(text)
     prompts.check_tokens(ids, tokenizer)
     return ids
 
 
-def _continued(text: str, tokenizer: Tokenizer, ledger: Ledger) -> list[int] | None:
+def _continued(
+    text: str, tokenizer: Tokenizer, ledger: Ledger, rollout: str | None
+) -> list[int] | None:
     # A special token ends a turn. What follows has the same tokens with and without the beginning.
     ends = [found.start() for found in tokenizer.special_pattern.finditer(text)][-_LAST:]
     digest = TextDigest()
     turns = [(end, digest.add(text[start:end])) for start, end in itertools.pairwise([0, *ends])]
     for end, conversation in reversed(turns):
-        row = ledger.newest_of(conversation)
+        row = ledger.newest_of(conversation, rollout)
         if row and (ids := _visible(row, tokenizer)):
             return ids + tokenizer.encode(text[end:])
     return None

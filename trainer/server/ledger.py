@@ -174,9 +174,12 @@ class Ledger:
         """The entries with that text, oldest first."""
         return self._rows("content", text_digest(content))
 
-    def newest_of(self, conversation: bytes) -> Row | None:
-        """The newest entry whose prompt and text have this digest, or None."""
-        return next(iter(self._rows("conversation", conversation, "DESC LIMIT 1")), None)
+    def newest_of(self, conversation: bytes, rollout: str | None) -> Row | None:
+        """The newest entry whose prompt and text have this digest, of `rollout` if it has one."""
+        query = f"SELECT {_COLUMNS} FROM completions WHERE conversation = ?"
+        order = "ORDER BY rollout IS ? DESC, id DESC LIMIT 1"
+        found = self._db.execute(f"{query} {order}", (conversation, rollout))
+        return Row(*found[0]) if found else None
 
     def variables(self, row: Row) -> Json | None:
         """The tools and variables that rendered a row's prompt; None if they are not known."""
@@ -219,8 +222,8 @@ class Ledger:
         )
         return (pages - free) * size
 
-    def _rows(self, column: str, value: object, order: str = "") -> list[Row]:
-        query = f"SELECT {_COLUMNS} FROM completions WHERE {column} = ? ORDER BY id {order}"
+    def _rows(self, column: str, value: object) -> list[Row]:
+        query = f"SELECT {_COLUMNS} FROM completions WHERE {column} = ? ORDER BY id"
         return [Row(*found) for found in self._db.execute(query, (value,))]
 
 

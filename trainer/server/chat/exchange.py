@@ -6,6 +6,7 @@ and its whole answer into their own JSON.
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 
 from fastapi import Request
 
@@ -25,7 +26,8 @@ class Exchange:
     def __init__(self, backend: Backend, chat: ChatRequest, rollout: str | None) -> None:
         backend.models.find(chat.model)  # an unknown name is refused before any work
         tokenizer = backend.workers.tokenizer
-        sample_request, text = chat.sample_request(tokenizer, backend.encode)
+        encode = partial(backend.encode, rollout=rollout)
+        sample_request, text = chat.sample_request(tokenizer, encode)
         self.prompt_tokens = len(sample_request.prompt_ids)
         self.answer = ChatAnswer(
             chat, sample_request.prompt_ids, tokenizer, recorded=rollout is not None
