@@ -33,6 +33,19 @@ def tree(prompt: int, completion: int, count: int) -> Row:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_single_sequence_needs_no_mask() -> None:
+    sample = Sample([7] * 45, [False] * 37 + [True] * 8, [0.0] * 45, 1.0, 1.0, 0, 0)
+    (row,) = pack([sample], length=None)
+    row = row.to(torch.device("cuda"))
+    assert row.attention_mask() is None
+    given = [torch.randn(1, heads, 45, 64, device="cuda") for heads in (8, 2, 2)]
+    torch.testing.assert_close(
+        attend(*given, None), attend(*given, row.mask()[None]), atol=5e-3, rtol=5e-3
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize(("prompt", "completion", "count"), [(300, 37, 5), (701, 64, 9)])
 def test_flex_attention_is_masked_softmax_attention(
     prompt: int, completion: int, count: int

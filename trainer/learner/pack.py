@@ -52,10 +52,10 @@ class Row:
         causal = torch.ones(length, length, dtype=torch.bool, device=device).tril()
         return causal & self.ancestors[self.segments][:, self.segments]
 
-    def attention_mask(self) -> "list[Block] | BlockMask":
-        """The same mask in a form that lets the row's device skip hidden parts."""
+    def attention_mask(self) -> "list[Block] | BlockMask | None":
+        """The same mask in a form that lets the row's device skip hidden parts; None is causal."""
         if self.tokens.is_cuda:
-            return self._flex_mask()
+            return None if len(self.separate) == 1 else self._flex_mask()
         lengths = torch.bincount(self.segments, minlength=len(self.ancestors))
         return plan_blocks(self.mask(), lengths.tolist())
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from trainer.base_model.architecture import Rope
 from trainer.policy.cpu_attention import Block, block_attention
@@ -67,6 +68,11 @@ def _flex_attention() -> Callable[..., Tensor]:
     return compiled
 
 
+def attend_causally(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Attention over one sequence, with kernels that need not be compiled for its length."""
+    return scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
+
+
 def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
     """Softmax attention: queries [B, H, T, E], keys and values [B, K, S, E] -> [B, H, T, E]."""
     if isinstance(mask, list):
@@ -74,6 +80,8 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
     if mask is not None and not isinstance(mask, Tensor):
         out: Tensor = _flex_attention()(queries, keys, values, block_mask=mask, enable_gqa=True)
         return out
+    if mask is None and queries.is_cuda:
+        return attend_causally(queries, keys, values)
     batch, heads, length, size = queries.shape
     kv_heads, seen = keys.shape[1], keys.shape[2]
     # Put the H / K queries of a key head side by side, so that keys need not be repeated.
