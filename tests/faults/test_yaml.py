@@ -17,7 +17,7 @@ from launcher.task import Task
 from tests.contract.harness.conftest import guide
 from tests.faults.mutations import damaged, damaged_lines
 from trainer.config import ServerConfig
-from trainer.harness.config import load_config
+from trainer.harness.config_file import load_config
 
 CASES = 350  # for each of the three readers
 LONGEST = 3000  # characters in a message

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dev.setting_tables import slug
-from trainer.harness.config import load_config
+from trainer.harness.config_file import load_config
 
 ROOT = Path(__file__).parents[2]
 MANUAL = sorted((ROOT / "docs").glob("**/*.md"))

@@ -10,7 +10,7 @@ from click.testing import Result
 
 from launcher.init import AGENTS, HEADING
 from launcher.testing import FakeProvider
-from trainer.harness.config import load_config
+from trainer.harness.config_file import load_config
 from trainer.harness.dataset import load_examples
 from trainer.harness.workflow_config import VerifiersConfig
 

@@ -21,7 +21,8 @@ from kit.types import Json
 from trainer.doctor import findings_of
 from trainer.harness import episodes
 from trainer.harness.components import ArtTrajectoryBuilderConfig
-from trainer.harness.config import FinetuneConfig, load_config
+from trainer.harness.config import FinetuneConfig
+from trainer.harness.config_file import load_config
 from trainer.harness.context import Context
 from trainer.harness.environments.load import opened
 from trainer.harness.evaluation.models import adapter_of

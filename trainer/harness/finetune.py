@@ -11,7 +11,8 @@ from rich.console import Console
 
 from trainer.errors import TrainingFailed
 from trainer.harness import components as configs
-from trainer.harness.config import FinetuneConfig, load_config
+from trainer.harness.config import FinetuneConfig
+from trainer.harness.config_file import load_config
 from trainer.harness.context import Context
 from trainer.harness.environments.environment import Environment
 from trainer.harness.environments.load import opened

@@ -4,14 +4,8 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from kit.errors import ConfigError
-from trainer.harness.components import ArtTrajectoryBuilderConfig, CustomConfig
 from trainer.harness.sampled_groups import SampledGroup
-
-if TYPE_CHECKING:
-    from trainer.harness.config import FinetuneConfig
 
 STRAGGLING = 2.0  # times the median of the runs that have ended
 SHORTEST_LAG_S = 1.0  # after that median; another group would gain nothing from less
@@ -87,38 +81,3 @@ def divide(
     taught = [teaches(group.rewards) for group in groups]
     pairs = list(zip(groups, taught, strict=True))
     return [group for group, yes in pairs if yes], [group for group, yes in pairs if not yes]
-
-
-def check_settings(config: "FinetuneConfig") -> None:
-    """Raise if settings of sampling ahead do not go with the others."""
-    finetuning = config.finetuning
-    given = finetuning.model_fields_set
-    if not finetuning.max_steps_off_policy:
-        for name in ("groups_per_step", "oversample"):
-            if name in given:
-                raise ConfigError(
-                    f"`finetuning.{name}` is not used with `max_steps_off_policy: 0`",
-                    hint="Set `finetuning.max_steps_off_policy: 1`, or remove the setting",
-                )
-        return
-    builder = config.trajectory_builders.get(finetuning.trajectory_builder or "")
-    kinds = (
-        ("trajectory_builder", builder),
-        ("trainer", config.trainers.get(finetuning.trainer or "")),
-    )
-    for name, component in kinds:
-        if isinstance(component, CustomConfig):
-            raise ConfigError(
-                f"`finetuning.max_steps_off_policy` does not go with a {name} of your own",
-                hint=f"Use the kit's own {name}, or set `max_steps_off_policy: 0`",
-            )
-    if (
-        isinstance(builder, ArtTrajectoryBuilderConfig)
-        and builder.examples_per_epoch is not None
-        and finetuning.groups_per_step is not None
-    ):
-        raise ConfigError(
-            "`finetuning.groups_per_step` and `examples_per_epoch` of the trajectory builder are "
-            "both set",
-            hint="With `max_steps_off_policy` an epoch is a step: remove one of them",
-        )

@@ -9,7 +9,8 @@ import pytest
 from kit.errors import ConfigError
 from trainer.harness.backend_config import ArtBackendConfig, EngineArgs, InitArgs, TrainingArgs
 from trainer.harness.components import ArtTrajectoryBuilderConfig
-from trainer.harness.config import FinetuneConfig, load_config
+from trainer.harness.config import FinetuneConfig
+from trainer.harness.config_file import load_config
 
 # "Basic Configuration" of NVIDIA's guide, with workflow, evaluator and dataset filled in.
 GUIDE = """\

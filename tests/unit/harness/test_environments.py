@@ -8,7 +8,8 @@ import pytest
 
 from kit.errors import ConfigError, NotInstalled
 from trainer.harness import components as configs
-from trainer.harness.config import FinetuneConfig, load_config
+from trainer.harness.config import FinetuneConfig
+from trainer.harness.config_file import load_config
 from trainer.harness.environments.environment import hold_out
 from trainer.harness.environments.gymnasium import GymnasiumEnvironment
 from trainer.harness.environments.load import load_environment, load_verifiers

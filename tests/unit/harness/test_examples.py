@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from trainer.harness.components import FileDatasetConfig
-from trainer.harness.config import load_config
+from trainer.harness.config_file import load_config
 from trainer.harness.dataset import load_examples
 from trainer.harness.user_code import import_object
 from trainer.harness.workflow_config import PythonWorkflowConfig

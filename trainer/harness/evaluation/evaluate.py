@@ -17,7 +17,8 @@ from kit.errors import ConfigError
 from kit.state_dir import EVALS, model_path
 from kit.types import Json
 from trainer.estimates import METHOD
-from trainer.harness.config import FinetuneConfig, load_config, missing_parts
+from trainer.harness.config import FinetuneConfig
+from trainer.harness.config_file import load_config, missing_parts
 from trainer.harness.environments.environment import Environment
 from trainer.harness.environments.load import opened
 from trainer.harness.evaluation.models import (
