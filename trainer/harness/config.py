@@ -12,6 +12,7 @@ from pydantic import Field, SecretStr
 
 from kit.config import Config
 from trainer.harness.components import (
+    CustomConfig,
     DatasetConfig,
     EnvironmentRewardConfig,
     EvaluatorConfig,
@@ -195,6 +196,15 @@ class FinetuneConfig(Config):
         if own or not isinstance(self.workflow, EnvironmentConfig):
             return given
         return {"environment": EnvironmentRewardConfig(_type="environment"), **given}
+
+    @property
+    def takes_turns_for(self) -> str | None:
+        """The user's own component that cannot sample ahead, or None."""
+        builder = self.trajectory_builders.get(self.finetuning.trajectory_builder or "")
+        if isinstance(builder, CustomConfig):
+            return "trajectory_builder"
+        trainer = self.trainers.get(self.finetuning.trainer or "")
+        return "trainer" if isinstance(trainer, CustomConfig) else None
 
     @property
     def reward_name(self) -> str:

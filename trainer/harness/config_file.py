@@ -7,11 +7,7 @@ from pathlib import Path
 from kit.config import validate
 from kit.errors import ConfigError, plural
 from kit.yaml_files import read_yaml, shortened
-from trainer.harness.components import (
-    ArtTrajectoryBuilderConfig,
-    CustomConfig,
-    EnvironmentRewardConfig,
-)
+from trainer.harness.components import ArtTrajectoryBuilderConfig, EnvironmentRewardConfig
 from trainer.harness.config import FinetuneConfig
 from trainer.harness.overrides import override
 from trainer.harness.workflow_config import EnvironmentConfig
@@ -106,17 +102,12 @@ def _check_sampling_ahead(config: FinetuneConfig) -> None:
                     hint="Set `finetuning.max_steps_off_policy: 1`, or remove the setting",
                 )
         return
+    if own := config.takes_turns_for:
+        raise ConfigError(
+            f"`finetuning.max_steps_off_policy` does not go with a {own} of your own",
+            hint=f"Use the kit's own {own}, or set `max_steps_off_policy: 0`",
+        )
     builder = config.trajectory_builders.get(finetuning.trajectory_builder or "")
-    kinds = (
-        ("trajectory_builder", builder),
-        ("trainer", config.trainers.get(finetuning.trainer or "")),
-    )
-    for name, component in kinds:
-        if isinstance(component, CustomConfig):
-            raise ConfigError(
-                f"`finetuning.max_steps_off_policy` does not go with a {name} of your own",
-                hint=f"Use the kit's own {name}, or set `max_steps_off_policy: 0`",
-            )
     if (
         isinstance(builder, ArtTrajectoryBuilderConfig)
         and builder.examples_per_epoch is not None

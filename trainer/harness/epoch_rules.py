@@ -12,6 +12,8 @@ from trainer.harness.config import EarlyStoppingConfig
 from trainer.harness.metrics import reward_summary
 from trainer.harness.types import Trajectory, TrajectoryCollection
 
+MUCH = 0.1  # of the time of a run
+
 
 def groups_with_signal(groups: Sequence[list[Trajectory]]) -> list[list[Trajectory]]:
     """Return the groups whose rewards differ. Equal rewards give no training signal."""
@@ -96,6 +98,20 @@ def reasons_for_no_training(row: Mapping[str, Any]) -> str:
     if row["num_groups"] and not row["filtered_groups"]:
         reasons.append(f"{row['num_groups']} groups: equal_rewards")
     return "; ".join(reasons) or "no example produced a trajectory"
+
+
+def advice_on_turns(epochs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say how long a run sampled and trained in turns, if doing both at once would save much."""
+    whole, sampling, training = (
+        sum(row.get(f"time/{part}_s", 0.0) for row in epochs)
+        for part in ("epoch", "sample", "train")
+    )
+    if min(sampling, training) <= MUCH * whole:
+        return []
+    return [
+        f"Sampling took {sampling / whole:.0%} of the time and training {training / whole:.0%}, in "
+        "turns; with `finetuning.max_steps_off_policy: 1` they overlap"
+    ]
 
 
 def tell_the_plan(chosen: TrajectoryCollection, steps: int) -> None:

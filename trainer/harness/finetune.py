@@ -16,6 +16,7 @@ from trainer.harness.config_file import load_config
 from trainer.harness.context import Context
 from trainer.harness.environments.environment import Environment
 from trainer.harness.environments.load import opened
+from trainer.harness.epoch_rules import advice_on_turns
 from trainer.harness.history import METRICS, PLOT, History
 from trainer.harness.llm import Llms
 from trainer.harness.load import load_runner, load_training, load_validation
@@ -158,6 +159,9 @@ def closing_lines(result: Result) -> list[str]:
     rewards = [row["avg_reward"] for row in history.rewards if row["avg_reward"] is not None]
     if rewards:
         lines.append(f"Training reward: {rewards[0]:.3f} first epoch, {rewards[-1]:.3f} last epoch")
+    config = result.config
+    if not (config.finetuning.max_steps_off_policy or config.takes_turns_for):
+        lines += advice_on_turns(history.metrics)
     lines.append(f"Metrics: {history.directory / METRICS}")
     lines.append(f"Plot: {history.directory / PLOT}")
     lines.append(f"Log: {history.directory / LOG}")

@@ -11,6 +11,8 @@ from trainer.harness.backend_config import ArtBackendConfig, EngineArgs, InitArg
 from trainer.harness.components import ArtTrajectoryBuilderConfig
 from trainer.harness.config import FinetuneConfig
 from trainer.harness.config_file import load_config
+from trainer.harness.finetune import Result, closing_lines
+from trainer.harness.history import History
 
 # "Basic Configuration" of NVIDIA's guide, with workflow, evaluator and dataset filled in.
 GUIDE = """\
@@ -232,6 +234,35 @@ def test_taking_turns_is_the_default(tmp_path: Path) -> None:
 
 
 AHEAD = ("finetuning.max_steps_off_policy", "1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "seconds", "advised"),
+    [
+        ([], (6.0, 3.0), True),
+        ([], (9.5, 0.4), False),  # training takes no time worth saving
+        ([], (0.4, 9.5), False),
+        ([AHEAD], (6.0, 3.0), False),
+        ([("trainers.art_trainer", "{_type: 'mine:Own'}")], (6.0, 3.0), False),  # cannot do it
+    ],
+)
+def test_a_run_that_lost_time_by_taking_turns_says_so(
+    tmp_path: Path, overrides: list[tuple[str, str]], seconds: tuple[float, float], advised: bool
+) -> None:
+    path = tmp_path / "guide.yml"
+    path.write_text(GUIDE)
+    history = History(tmp_path, "run")
+    sampling, training = seconds
+    epoch = {"time/epoch_s": 10.0, "time/sample_s": sampling, "time/train_s": training}
+    history.metrics = [epoch, epoch]
+    lines = closing_lines(Result(load_config(path, overrides), [], history))
+    advice = (
+        "Sampling took 60% of the time and training 30%, in turns; with "
+        "`finetuning.max_steps_off_policy: 1` they overlap"
+    )
+    assert (advice in lines, "in turns" in " ".join(lines)) == (advised, advised)
+
+
 CUSTOM = "{_type: 'mine:Own'}"
 
 
