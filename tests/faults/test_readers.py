@@ -31,9 +31,10 @@ from trainer.learner.tensor_file import write_tensors
 from trainer.runs import ModelRun
 from trainer.server import history, strict_json
 from trainer.server.client_settings import lora_config
+from trainer.server.digests import fingerprint
 from trainer.server.health import Health
 from trainer.server.journal import Journal, JournaledRequest
-from trainer.server.ledger import Entry, Ledger, entry_of, fingerprint
+from trainer.server.ledger import Entry, Ledger, entry_of
 from trainer.server.models import Models
 from trainer.server.step_settings import max_seq_length
 from trainer.server.wire import ModelWire

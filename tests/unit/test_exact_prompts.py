@@ -1,9 +1,13 @@
 """Prompts that go on from sampled tokens: as they were sampled, wherever the text shows them."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers
 
 from trainer.base_model.resolve import resolve
 from trainer.base_model.tokenizer import Tokenizer
@@ -57,6 +61,7 @@ class Server:
             logprobs=[-1.0] * len(ids),
             template=template,
             prompt_text=self.tokenizer.render(messages, **template),
+            tokenizer=self.tokenizer.digest,
         )
         self.ledger.record(entry, content)
         return {"role": "assistant", "content": content}
@@ -144,3 +149,71 @@ def test_a_conversation_that_outgrew_the_context_is_refused(
     answer = server.answer(ASKED, [*HALF] * (tokenizer.context // 2))
     with pytest.raises(TooLong):
         server.prompt([*ASKED, answer, GO_ON])
+
+
+def test_the_tokens_of_another_base_model_are_not_used(
+    server: Server, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    messages = [*ASKED, server.answer(ASKED, [*HALF, END]), GO_ON]
+    anew = tokenizer.apply_chat_template(messages)
+    assert server.prompt(messages) != anew
+    other = shutil.copytree(resolve("tiny-random"), tmp_path / "other") / "tokenizer.json"
+    other.write_text(other.read_text() + "\n")
+    server.tokenizer = Tokenizer(other.parent)
+    assert server.prompt(messages) == anew
+
+
+def test_an_answer_of_a_sentencepiece_model_that_begins_with_a_space_is_continued(
+    ledger: Ledger, tmp_path: Path
+) -> None:
+    server = Server(ledger, sentencepiece(tmp_path))
+    ids = [server.tokenizer.encode(letter)[-1] for letter in "ab"]
+    space = server.tokenizer.encode("a")[0]
+    before = server.prompt(ASKED)
+    answer = server.answer(ASKED, [space, *ids, 2])
+    assert answer["content"] == " ab"
+    assert server.prompt([*ASKED, answer, GO_ON])[: len(before) + 4] == [*before, space, *ids, 2]
+
+
+def sentencepiece(directory: Path) -> Tokenizer:
+    """A tokenizer like that of Llama 2, whose decoder removes the space before a text."""
+    vocabulary = {name: number for number, name in enumerate(["<unk>", "<s>", "</s>"])}
+    for name in [*(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "ab"]:
+        vocabulary[name] = len(vocabulary)
+    made = tokenizers.Tokenizer(
+        models.BPE(vocabulary, [("a", "b")], unk_token="<unk>", byte_fallback=True)
+    )
+    made.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    made.decoder = decoders.Sequence(
+        [
+            *(decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    made.save(str(directory / "tokenizer.json"))
+    template = (
+        "{{ bos_token }}{% for it in messages %}{% if it.role == 'user' %}[{{ it.content }}]"
+        "{% else %}{{ it.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return Tokenizer(directory)
+
+
+def test_only_tokens_that_may_end_a_turn_are_looked_for(tmp_path: Path) -> None:
+    """Some models have a thousand special tokens, which would take seconds in a long text."""
+    directory = shutil.copytree(resolve("tiny-random"), tmp_path / "many")
+    settings = json.loads((directory / "tokenizer.json").read_text())
+    added = settings["added_tokens"]
+    added += [
+        {**added[0], "id": 260 + number, "content": f"<SPECIAL_{number}>"} for number in range(900)
+    ]
+    for one in added:
+        one["normalized"] = one["content"] == "<|im_start|>"  # cut elsewhere, it may be no token
+    (directory / "tokenizer.json").write_text(json.dumps(settings))
+    pattern = Tokenizer(directory).end_pattern
+    assert pattern.search("<|im_end|>")
+    assert not pattern.search("<SPECIAL_3>") and not pattern.search("<|im_start|>")

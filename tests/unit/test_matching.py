@@ -11,6 +11,7 @@ from trainer import exact_tokens
 from trainer.base_model.resolve import resolve
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.exact_tokens import ExactTokens
+from trainer.server import exact_prompts
 from trainer.server.ledger import Entry, Ledger
 from trainer.server.matching import choices_of, find, recall
 
@@ -364,3 +365,38 @@ def test_the_id_of_a_matched_choice_stays_when_its_logprobs_go(
     lean["logprobs"]["content"][0]["choice_id"] = answer["choice_id"]
     recall(ledger, [{"trajectories": [{"messages_and_choices": [lean]}]}], tokenizer)
     assert lean["choice_id"] == answer["choice_id"] and "logprobs" not in lean
+
+
+@pytest.mark.parametrize("rollout", ["one", None])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_prompt_is_found_by_its_text_whatever_tokens_it_went_on_from(
+    ledger: Ledger, tokenizer: Tokenizer, rollout: str | None, first: bool
+) -> None:
+    """Another run wrote the same text in other tokens, before or after this one."""
+    asked, more = user("Say something."), user("Go on.")
+
+    def answer(messages: list[dict[str, Any]], ids: list[int], by: str | None) -> dict[str, Any]:
+        text = tokenizer.render(messages)
+        made = entry(
+            exact_prompts.encode(text, tokenizer, ledger, by),
+            ids,
+            [SURE] * len(ids),
+            rollout=by,
+            prompt_text=text,
+            tokenizer=tokenizer.digest,
+        )
+        content = tokenizer.text(ids)
+        ledger.record(made, content)
+        prompts.append(made.prompt_ids)
+        return choice(ids, made.logprobs, content)
+
+    prompts: list[list[int]] = []
+    one = answer([asked], [*b"a", 0xC3, END], rollout)
+    if first:
+        answer([asked], [*b"a", 0xC4, END], rollout and "other")
+    two = answer([asked, one["message"], more], [*b"yes", END], rollout)
+    sampled_from = prompts[-1]
+    if not first:
+        answer([asked], [*b"a", 0xC4, END], rollout and "other")
+    (found,) = recalled(ledger, tokenizer, asked, one["message"], more, two)
+    assert found is not None and found.prompt_ids == sampled_from

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,6 +48,7 @@ _PROBE: list[dict[str, Any]] = [
     },
     {"role": "tool", "tool_call_id": "call00000", "name": "probe", "content": "probe_result"},
 ]
+TOKENIZER = "tokenizer.json"
 LARGE = 1 << 14  # characters; tokenizing them takes milliseconds
 LETTER_BYTES = {letter: byte for byte, letter in byte_letters().items()}
 
@@ -55,7 +57,7 @@ class Tokenizer:
     """Converts text to token ids and back. Cheap to build, and safe to share between threads."""
 
     def __init__(self, directory: Path) -> None:
-        self._tokenizer = _read_tokenizer(directory / "tokenizer.json")
+        self._tokenizer = _read_tokenizer(directory / TOKENIZER)
         # Ignore truncation and padding settings in the file.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -131,14 +133,31 @@ class Tokenizer:
         return token in self._special
 
     @cached_property
-    def special_pattern(self) -> re.Pattern[str]:
-        """Matches the special tokens that `encode` finds in a text, the longest first."""
-        texts = [self._added[token].content for token in self._special]
+    def end_pattern(self) -> re.Pattern[str]:
+        """Matches the special tokens that may end a turn, the longest first.
+
+        What follows one has the same tokens with and without the text before it.
+        """
+        # Only those of chat templates: some models have a thousand, and `re` tries each in turn.
+        sources = "".join(self._template_sources.values())
+        named = set(self.special_tokens.values())
+        texts = {
+            added.content
+            for token in self._special
+            if not ((added := self._added[token]).normalized or added.single_word)
+            and (token in self.eos_ids or added.content in named or added.content in sources)
+        }
         return re.compile("|".join(map(re.escape, sorted(texts, key=len)[::-1])) or "(?!)")
+
+    @cached_property
+    def digest(self) -> str:
+        """Differs from that of every other tokenizer."""
+        return hashlib.sha256((self._directory / TOKENIZER).read_bytes()).hexdigest()
 
     def text(self, ids: Iterable[int]) -> str:
         """The text of an answer: without special tokens, as engines decode it."""
-        return self.decode([token for token in ids if not self.is_special(token)])
+        shown = [token for token in ids if not self.is_special(token)]
+        return b"".join(map(self.token_bytes, shown)).decode(errors="replace")
 
     def apply_chat_template(
         self,

@@ -215,6 +215,7 @@ class Backend:
                             constrained=request.constraint is not None,
                             template=template or {},
                             prompt_text=prompt_text,
+                            tokenizer=self.workers.tokenizer.digest if prompt_text else "",
                         )
                         if choice.token_ids:  # a request may ask for the prompt's logprobs only
                             self.ledger.record(entry, choice.text)

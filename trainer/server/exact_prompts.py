@@ -11,7 +11,8 @@ from array import array
 
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.server import prompts
-from trainer.server.ledger import Ledger, Row, TextDigest, text_digest
+from trainer.server.digests import TextDigest, text_digest
+from trainer.server.ledger import Ledger, Row
 
 _LAST = 64  # ends of turns that are tried, so that a long conversation costs no more
 
@@ -34,9 +35,8 @@ def encode(
 def _continued(
     text: str, tokenizer: Tokenizer, ledger: Ledger, rollout: str | None
 ) -> list[int] | None:
-    # A special token ends a turn. What follows has the same tokens with and without the beginning.
-    ends = [found.start() for found in tokenizer.special_pattern.finditer(text)][-_LAST:]
-    digest = TextDigest()
+    ends = [found.start() for found in tokenizer.end_pattern.finditer(text)][-_LAST:]
+    digest = TextDigest(tokenizer.digest)
     turns = [(end, digest.add(text[start:end])) for start, end in itertools.pairwise([0, *ends])]
     for end, conversation in reversed(turns):
         row = ledger.newest_of(conversation, rollout)

@@ -7,7 +7,6 @@ Entries of models that train are deleted some steps later. Entries of models tha
 would pile up, so `record` also deletes by age and size, a few at a time.
 """
 
-import hashlib
 import json
 import sqlite3
 import time
@@ -25,6 +24,7 @@ from trainer.errors import TrainerError
 from trainer.exact_tokens import IMPOSSIBLE, PREFIX, new_choice_id
 from trainer.server import rollouts
 from trainer.server.database import Database
+from trainer.server.digests import TextDigest, digest, fingerprint, text_digest
 from trainer.server.health import Health
 
 KEPT_SECONDS = 7 * 24 * 3600
@@ -33,7 +33,6 @@ MAX_BYTES = 8 * 2**30
 """The size above which the oldest entries are deleted, except those of open rollouts."""
 RECENT_SECONDS = rollouts.KEPT_SECONDS
 """Entries younger than this always stay: the rollout or trajectory that needs them may be open."""
-_DIGEST_BYTES = 16
 _PRUNE_EVERY = 100
 _PRUNED_AT_ONCE = 200  # more than are added in between, so that the ledger shrinks
 
@@ -58,7 +57,8 @@ _ADDED = {
     "choice_id": "TEXT",
     "constrained": "INTEGER NOT NULL DEFAULT 0",
     "template": "BLOB",  # a digest in `templates`: many entries share their tools
-    "conversation": "BLOB",  # a digest of the text of prompt and choice
+    "prompt_text": "BLOB",  # a digest under the tokenizer's
+    "conversation": "BLOB",  # the same of prompt and choice
 }
 _INDEXES = """
 CREATE INDEX IF NOT EXISTS by_fingerprint ON completions (fingerprint);
@@ -67,6 +67,7 @@ CREATE UNIQUE INDEX IF NOT EXISTS by_choice_id ON completions (choice_id);
 CREATE INDEX IF NOT EXISTS by_model ON completions (model, step);
 CREATE INDEX IF NOT EXISTS by_template ON completions (template);
 CREATE INDEX IF NOT EXISTS by_conversation ON completions (conversation);
+CREATE INDEX IF NOT EXISTS by_rollout ON completions (conversation, rollout);
 """
 _UNUSED = "NOT EXISTS (SELECT 1 FROM completions WHERE template = digest)"
 
@@ -92,6 +93,8 @@ class Entry:
     """The tools and variables with which the chat template rendered the prompt."""
     prompt_text: str = ""
     """The prompt as the chat template rendered it; empty for plain completions."""
+    tokenizer: str = ""
+    """The digest of the tokenizer, because a state directory may outlive its base model."""
 
 
 class Row(NamedTuple):
@@ -106,6 +109,7 @@ class Row(NamedTuple):
     fingerprint: bytes
     content: bytes
     template: bytes | None
+    prompt_text: bytes | None
     conversation: bytes | None
     prompt_ids: bytes
     completion_ids: bytes
@@ -137,6 +141,8 @@ class Ledger:
         logprobs = np.maximum(np.array(entry.logprobs, dtype=np.float64), IMPOSSIBLE)
         refuse_nan(logprobs)
         variables = json.dumps(entry.template)
+        text = TextDigest(entry.tokenizer)
+        prompt_text, conversation = text.add(entry.prompt_text), text.add(content)
         row = Row(
             id=entry.id,
             constrained=int(entry.constrained),
@@ -146,8 +152,9 @@ class Ledger:
             rollout=entry.rollout,
             fingerprint=fingerprint(names, logprobs),
             content=text_digest(content),
-            template=_digest(variables.encode()),
-            conversation=text_digest(entry.prompt_text + content) if entry.prompt_text else None,
+            template=digest(variables.encode()),
+            prompt_text=prompt_text if entry.prompt_text else None,
+            conversation=conversation if entry.prompt_text else None,
             prompt_ids=array("i", entry.prompt_ids).tobytes(),
             completion_ids=array("i", entry.completion_ids).tobytes(),
             logprobs=logprobs.tobytes(),
@@ -177,9 +184,12 @@ class Ledger:
     def newest_of(self, conversation: bytes, rollout: str | None) -> Row | None:
         """The newest entry whose prompt and text have this digest, of `rollout` if it has one."""
         query = f"SELECT {_COLUMNS} FROM completions WHERE conversation = ?"
-        order = "ORDER BY rollout IS ? DESC, id DESC LIMIT 1"
-        found = self._db.execute(f"{query} {order}", (conversation, rollout))
-        return Row(*found[0]) if found else None
+        # Two queries, because one that sorts reads every entry of a common answer.
+        for condition, values in (("AND rollout IS ?", [rollout]), ("", [])):
+            order = f"{condition} ORDER BY id DESC LIMIT 1"
+            if found := self._db.execute(f"{query} {order}", [conversation, *values]):
+                return Row(*found[0])
+        return None
 
     def variables(self, row: Row) -> Json | None:
         """The tools and variables that rendered a row's prompt; None if they are not known."""
@@ -253,16 +263,6 @@ def entry_of(row: Row) -> Entry:
     )
 
 
-def fingerprint(names: str, logprobs: Sequence[float] | NDArray[np.float64]) -> bytes:
-    """Hash tokens, as `token_id:N`, and logprobs, which differ after most other prompts.
-
-    Logprobs are rounded: JSON preserves a double, but not every framework keeps it a double.
-    Those of confident answers all round to zero, so a fingerprint may fit several entries.
-    """
-    rounded = np.round(np.asarray(logprobs, dtype=np.float64), 4) + 0.0  # -0.0 is 0.0
-    return _digest(names.encode() + rounded.tobytes())
-
-
 def refuse_nan(logprobs: NDArray[np.float64]) -> None:
     if np.isnan(logprobs).any():
         raise TrainerError(
@@ -271,25 +271,5 @@ def refuse_nan(logprobs: NDArray[np.float64]) -> None:
         )
 
 
-class TextDigest:
-    """Hashes a text in parts."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-
-    def add(self, text: str) -> bytes:
-        """The digest of all parts so far, with this one."""
-        self._hash.update(text.encode(errors="surrogatepass"))
-        return self._hash.digest()
-
-
-def text_digest(text: str) -> bytes:
-    return TextDigest().add(text)
-
-
 def _marks(values: Sequence[object]) -> str:
     return ", ".join("?" * len(values))
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()

@@ -23,10 +23,10 @@ from kit.types import Json
 from trainer import exact_tokens
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.exact_tokens import PREFIX
-from trainer.server import exact_prompts
-from trainer.server import ledger as ledgers
+from trainer.server import digests
 from trainer.server.chat.tool_calls import ToolCallParser
-from trainer.server.ledger import Entry, Ledger, Row
+from trainer.server.digests import TextDigest, text_digest
+from trainer.server.ledger import Entry, Ledger, Row, entry_of
 
 # A step holds hundreds of thousands of tokens: a Python expression for each would be too slow.
 _TOKEN_AND_LOGPROB = itemgetter("token", "logprob")
@@ -59,7 +59,7 @@ def find(
     conversation = _Conversation(ledger, whole, tokenizer)
     rows, certain = conversation.match(len(whole["messages_and_choices"]) - 1)
     only = len(_prompts(rows)) == 1 and history is None
-    return ledgers.entry_of(rows[-1]) if certain or only else None
+    return entry_of(rows[-1]) if certain or only else None
 
 
 class _Conversation:
@@ -146,7 +146,7 @@ class _Conversation:
         names = [_name(call) for call in message.get("tool_calls") or []]
         if not isinstance(content, str):
             return False
-        if not (content or names) or ledgers.text_digest(content) == row.content:
+        if not (content or names) or text_digest(content) == row.content:
             return True
         # The server splits the sampled text into content and calls.
         text = self._tokenizer.text(array("i", row.completion_ids))
@@ -158,29 +158,35 @@ class _Conversation:
     def _with_rendered_prompt(
         self, index: int, rows: list[Row], *, own_template: bool
     ) -> list[Row]:
-        """The rows whose prompt is the conversation before the choice, rendered and encoded.
+        """The rows whose prompt is the conversation before the choice, as a template renders it.
 
         By default with the tools of the trajectory; with `own_template` with those of the request
         that sampled the row, because some frameworks send trajectories without tools.
         """
-        rendered: dict[bytes | None, set[bytes]] = {}
+        rendered: dict[bytes | None, tuple[bytes, ...]] = {}
         for row in rows:
             if row.template not in rendered:
                 variables = self._ledger.variables(row) or {}
                 if not own_template or "tools" not in variables:
                     variables = {**variables, "tools": self._tools}
                 rendered[row.template] = self._render(index, variables)
-        return [row for row in rows if row.prompt_ids in rendered[row.template]]
+        return [
+            row
+            for row in rows
+            # An older server wrote no digest, and encoded every prompt as a whole.
+            if (row.prompt_text or row.prompt_ids) in rendered[row.template]
+        ]
 
-    def _render(self, index: int, variables: Json) -> set[bytes]:
-        """The tokens of the conversation before a choice: encoded anew, and as it was sampled."""
+    def _render(self, index: int, variables: Json) -> tuple[bytes, ...]:
+        """The digest and the tokens of the conversation before a choice."""
         before = [_message(item) if is_choice(item) else item for item in self._items[:index]]
         try:
             text = self._tokenizer.render(before, **variables)
-            sampled = exact_prompts.encode(text, self._tokenizer, self._ledger)
+            ids = self._tokenizer.encode(text)
         except (KitError, TypeError):  # not the messages that were sampled from
-            return set()
-        return {array("i", ids).tobytes() for ids in (self._tokenizer.encode(text), sampled)}
+            return ()
+        digest = TextDigest(self._tokenizer.digest).add(text)
+        return digest, array("i", ids).tobytes()
 
     def _continuing(self, rows: list[Row]) -> list[Row]:
         """The rows whose prompt begins with the prompt and tokens of the choice before."""
@@ -197,7 +203,7 @@ def fingerprint(choice: Json) -> bytes | None:
         tokens, logprobs = zip(*map(_TOKEN_AND_LOGPROB, content), strict=True)
         names = "".join(tokens)
         ours = names.count(PREFIX) == len(tokens) and None not in logprobs
-        return ledgers.fingerprint(names, logprobs) if ours else None
+        return digests.fingerprint(names, logprobs) if ours else None
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError):
         return None  # not a choice that was sampled here
 
