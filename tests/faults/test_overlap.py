@@ -105,21 +105,17 @@ def test_a_client_that_waits_for_each_step_sees_the_same_with_and_without_turns(
     tmp_path: Path,
 ) -> None:
     seen: list[Any] = []
-    logprobs: list[list[float]] = []
     for name, flags in (("shared", ()), ("turns", ("--take-turns",))):
         with Serving(tmp_path / name, BASE, *flags) as serving:
-            rows, tokens, found = [], [], []
-            for step in (1, 2):
+            rows, choices = [], []
+            for step in (1, 2, 3):
                 rows.append(train(serving, step))
                 for choice in chat(serving)["choices"]:
                     content = choice["logprobs"]["content"]
-                    tokens.append((choice["finish_reason"], [it["token"] for it in content]))
-                    found += [it["logprob"] for it in content]
-            seen.append((rows, tokens, hashes(serving)))
-            logprobs.append(found)
+                    sampled = [(token["token"], token["logprob"]) for token in content]
+                    choices.append((choice["finish_reason"], sampled))
+            seen.append((rows, choices, hashes(serving)))
     assert seen[0] == seen[1]
-    # The check of a step is sampled beside the chat or not, and a batch rounds as its size does.
-    assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)
 
 
 @pytest.mark.timeout(1800)

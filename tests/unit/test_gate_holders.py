@@ -29,6 +29,14 @@ class Engine:
         self.configured.append(arguments)
 
 
+class SilentEngine(Engine):
+    """Never answers."""
+
+    async def sample(self, request: SampleRequest) -> AsyncIterator[Delta]:
+        await asyncio.Event().wait()
+        yield Delta(0)
+
+
 class BusyLearner:
     """Scores once its step has trained."""
 
@@ -44,13 +52,25 @@ class BusyLearner:
 async def test_the_gate_may_close_while_a_check_waits_for_the_learner() -> None:
     gate, engine, learner = Gate(), Engine(), BusyLearner()
     model = Model("p", "m", Path("m"), LoraConfig())
-    arguments: Any = (engine, learner, Prompts(), model, 1, 0.1, gate)
+    engine_done = asyncio.Event()
+    arguments: Any = (engine, learner, Prompts(), model, 1, 0.1, gate, engine_done)
     check = asyncio.create_task(canary.check(*arguments))
     async with asyncio.timeout(30):
+        await engine_done.wait()  # whatever the learner does
         await learner.asked.wait()
         async with gate.closed():
             learner.trained.set()
         assert (await check)["canary/logprob_difference"] == 0.5
+
+
+async def test_nobody_waits_for_a_check_while_others_sample() -> None:
+    gate, learner, engine_done = Gate(), BusyLearner(), asyncio.Event()
+    model = Model("p", "m", Path("m"), LoraConfig())
+    arguments: Any = (SilentEngine(), learner, Prompts(), model, 1, 0.1, gate, engine_done)
+    async with asyncio.timeout(30), gate.sampling():
+        check = asyncio.create_task(canary.check(*arguments))
+        await engine_done.wait()
+    check.cancel()
 
 
 async def test_settings_that_the_engine_has_keep_no_request_waiting() -> None:

@@ -76,7 +76,8 @@ class WaitingWorkers(Workers):
     async def unload(self, model: Any, step: int) -> None:
         self.unloaded.append(step)
 
-    async def check(self, model: Any, step: int) -> dict[str, float]:
+    async def check(self, model: Any, step: int, engine_done: asyncio.Event) -> dict[str, float]:
+        engine_done.set()
         await self.events[f"check {step}"].wait()
         self.checked.append(step)
         return {"canary/logprob_difference": 0.0}

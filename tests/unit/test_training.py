@@ -73,7 +73,8 @@ class FakeWorkers(Workers):
             self.refuses -= 1
             raise TrainerError("The engine has no room")
 
-    async def check(self, model: Model, step: int) -> dict[str, float]:
+    async def check(self, model: Model, step: int, engine_done: asyncio.Event) -> dict[str, float]:
+        engine_done.set()
         return {"canary/logprob_difference": 0.0}
 
     async def make_room(self) -> bool:
@@ -152,7 +153,8 @@ async def test_a_deleted_model_leaves_no_directory_while_its_last_step_is_checke
     steps = Steps(tmp_path / "p" / "models" / "n")
     checks = []
 
-    async def check(model: Model, step: int) -> dict[str, float]:
+    async def check(model: Model, step: int, engine_done: asyncio.Event) -> dict[str, float]:
+        engine_done.set()
         checks.append(step)
         await asyncio.sleep(0.2)
         return {"canary/logprob_difference": 0.0}

@@ -1,11 +1,15 @@
 """The canary: checks after every step that engine and learner hold the same weights.
 
 The engine continues a fixed prompt greedily, and the learner scores the same tokens. In bf16 the
-logprobs differ slightly; a larger difference means that the engine serves other weights. Nothing
-waits for the check: the step is already served, and rollouts and the next step run beside it. If
-the learner trains another step meanwhile, it scores afterwards, with the LoRA of the checked step.
+logprobs differ slightly; a larger difference means that the engine serves other weights. The step
+is already served, and chats and the next step run beside the check. If the learner trains another
+step meanwhile, it scores afterwards, with the LoRA of the checked step.
+
+A client that waits for its steps gets the answer of a step after the engine's part, because a chat
+in one batch with the check would round differently from run to run.
 """
 
+import asyncio
 import logging
 
 from trainer.base_model.tokenizer import Tokenizer
@@ -30,20 +34,27 @@ async def check(
     step: int,
     bound: float,
     gate: Gate,
+    engine_done: asyncio.Event,
 ) -> dict[str, float]:
-    """Return the mean absolute difference of their logprobs at a step of the model."""
+    """Return the mean absolute difference of their logprobs at a step of the model.
+
+    `engine_done` is set after the engine's part, or immediately if the engine has other requests.
+    """
+    if gate.in_use:
+        engine_done.set()
     lora = model.lora_name(step)
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": PROMPT}])
     request = SampleRequest(prompt, lora=lora, max_tokens=TOKENS, temperature=0)
     tokens: list[int] = []
-    sampled: list[float] = []
+    logprobs: list[float] = []
     # Not longer: while the learner trains, its score waits for it, and so would all requests.
     async with gate.sampling():
         async for delta in engine.sample(request):
             tokens += delta.token_ids
-            sampled += delta.logprobs
+            logprobs += delta.logprobs
+    engine_done.set()
     scored = await learner.score(model.checkpoints, step, model.lora, prompt, tokens)
-    difference = sum(abs(a - b) for a, b in zip(sampled, scored, strict=True)) / len(tokens)
+    difference = sum(abs(a - b) for a, b in zip(logprobs, scored, strict=True)) / len(tokens)
     if not difference <= bound:
         logger.warning(
             "`%s`: engine and learner differ by %.3f per logprob (bound %s): the engine may serve "

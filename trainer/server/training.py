@@ -1,8 +1,8 @@
 """One training step as a transaction: journal, train, checkpoint, load, advance.
 
 `kill -9` of the server or a worker changes nothing at any point: the journaled request is trained
-again from the checkpoint before it, with the same result. A power cut changes nothing either: the
-checkpoint is synced while the next rollouts run, and the journal keeps its request until then.
+again from the checkpoint before it, with the same result. The same holds after a power cut, because
+the journal keeps a request until its checkpoint is synced.
 
 Steps train one after the other, in order of admission. A step is loaded, synced and checked while
 the next one trains from its checkpoint; it is served before the next one. If it cannot be served,
@@ -149,11 +149,12 @@ class Training:
             await self._undo(error)
         else:
             self._times["time/step_s"] = time.monotonic() - started
-            self._tasks.append(asyncio.create_task(self._check()))
+            engine_done = asyncio.Event()
+            self._tasks.append(asyncio.create_task(self._check(engine_done)))
             self.sync.start()
-            self._attempt(
-                self._reports.step_served, self.model, self.request, self.rows_so_far, self._times
-            )
+            served = self.model, self.request, self.rows_so_far, self._times
+            self._attempt(self._reports.step_served, *served)
+            await engine_done.wait()
         finally:
             self.request = dataclasses.replace(self.request, groups=[])  # they may be large
             await self._rows.end()
@@ -289,11 +290,11 @@ class Training:
             )
         self.model.add_step(step)
 
-    async def _check(self) -> None:
-        """Compare engine and learner."""
+    async def _check(self, engine_done: asyncio.Event) -> None:
         try:
-            found = await self._workers.check(self.model, self.request.step)
+            found = await self._workers.check(self.model, self.request.step, engine_done)
         except Exception as error:  # the step is served all the same
+            engine_done.set()
             logger.warning("step %s was not checked: %s", self.request.step, error)
         else:
             self._reports.step_checked(self.model, self.request.step, found)

@@ -204,11 +204,11 @@ class Workers:
 
         return sample_with_retries(attempt, attempts=SAMPLE_ATTEMPTS, stream=request.stream)
 
-    async def check(self, model: Model, step: int) -> dict[str, float]:
+    async def check(self, model: Model, step: int, engine_done: asyncio.Event) -> dict[str, float]:
         """Compare engine and learner at a step: their difference and its bound."""
         bound = canary.BOUNDS[self._config.quantization]
         found = await canary.check(
-            self.engine, self.learner, self.tokenizer, model, step, bound, self.gate
+            self.engine, self.learner, self.tokenizer, model, step, bound, self.gate, engine_done
         )
         self._keep_code()  # the first requests and the first step may have compiled more
         return found
