@@ -41,7 +41,7 @@ class NoCloud(LauncherError):
 
 
 class NoCapacity(LauncherError):
-    hint = "Try another GPU, or add a cloud with `sky check`"
+    hint = "Try another GPU, or another cloud: `sky check` shows what each one needs"
 
 
 class ProviderError(LauncherError):

@@ -40,7 +40,7 @@ class ServerConfig(Config):
     """Model to load at start: a built-in name, a directory or a hub id."""
     checkpoint: Annotated[str | None, Env("ART_CHECKPOINT")] = None
     """Checkpoint to serve without training: its directory, or NAME or NAME@STEP of a model in the
-    state directory. It names its base model."""
+    state directory. The checkpoint names its base model."""
     engine: Literal["auto", "vllm", "embedded"] = "auto"
     """Engine that samples tokens; `auto` means vLLM if a CUDA GPU and vLLM are found."""
     engine_args: Annotated[

@@ -69,7 +69,7 @@ def _ambiguous(history: list[Json]) -> Finding | None:
     if each is None:
         return None
     return Finding(
-        f"{each:.2f} choices per trajectory fit no single prompt for certain, and are not trained",
+        f"{each:.2f} choices per trajectory have no certain prompt, and are not trained",
         "Send every choice with its `choice_id`, or build trajectories with "
         "`trainer.client.rollout`: the framework drops the ids and rewrites messages",
     )
@@ -93,7 +93,7 @@ def _equal_rewards(history: list[Json]) -> Finding | None:
         return None
     return Finding(
         f"Only {1 - share:.0%} of the groups teach anything: in the others all rewards are equal",
-        "Grade more finely, raise `num_generations`, or choose examples that sometimes succeed",
+        "Grade more finely, raise `num_generations`, or choose examples that are sometimes solved",
     )
 
 
@@ -163,7 +163,7 @@ def _learning_rate(history: list[Json]) -> Finding | None:
     if rate < 1e-6:
         return Finding(
             f"The learning rate is {rate:.1e}, too small to change a LoRA",
-            "Try `learning_rate` 1e-5 to 1e-4",
+            "Try a `learning_rate` from 1e-5 to 5e-4",
         )
     entropy = _mean(history, "loss/entropy")
     if entropy is not None and entropy < 0.01:

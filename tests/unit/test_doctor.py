@@ -39,7 +39,7 @@ def test_a_healthy_run_has_no_findings(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"data/retokenized": 4.0}, "0.50 choices per trajectory were not sampled"),
-        ({"data/ambiguous_choices": 4.0}, "0.50 choices per trajectory fit no single prompt"),
+        ({"data/ambiguous_choices": 4.0}, "0.50 choices per trajectory have no certain prompt"),
         ({"data/choices_without_logprobs": 8.0}, "1.00 choices per trajectory came without log"),
         ({"data/dropped_equal_rewards": 3.0}, "Only 25% of the groups teach anything"),
         ({"data/step_num_truncated": 8.0}, "1.00 completions per trajectory were cut off"),
