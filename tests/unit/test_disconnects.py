@@ -50,7 +50,7 @@ class Sampling:
         self.models = SimpleNamespace(find=lambda name: None)
         self.rollouts = SimpleNamespace(record=lambda *entry: self.recorded.append(entry))
         self.workers = SimpleNamespace(tokenizer=Tokenizer(resolve("tiny-random")))
-        self.encode = self.workers.tokenizer.encode
+        self.encode = lambda text, rollout: self.workers.tokenizer.encode(text)
 
     async def sample(self, *_: Any, **__: Any) -> AsyncIterator[tuple[int, Delta]]:
         try:
