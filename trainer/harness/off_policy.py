@@ -66,6 +66,8 @@ class OffPolicyBuilder:
         self._step = 0
         self._steps = 0
         """How many steps can still use a group that starts now."""
+        self._waits = False
+        """Whether a step waits for its groups now."""
         self._watch = contextlib.ExitStack()
         self._timer: asyncio.TimerHandle | None = None
         self.clock: Callable[[], float] = time.monotonic
@@ -106,7 +108,7 @@ class OffPolicyBuilder:
             self._watch.enter_context(context.runner.watched())
         self._run_id = run_id
         left = context.config.finetuning.num_epochs - (meta or {}).get("epoch", 0)
-        self._steps = min(self._limits.max_age + 1, left)
+        self._steps, self._waits = min(self._limits.max_age + 1, left), True
         self._start_more()
 
     async def finalize(self, run_id: str, meta: Json | None = None) -> TrajectoryCollection:
@@ -124,7 +126,7 @@ class OffPolicyBuilder:
         )
         for group in taken:
             del self._finished[group.number]
-        self._steps = min(self._limits.max_age, self._steps - 1)
+        self._steps, self._waits = min(self._limits.max_age, self._steps - 1), False
         self.position = Position(
             self._next, sorted({*self._started, *self._finished, *self._again})
         )
@@ -213,9 +215,10 @@ class OffPolicyBuilder:
             and sum(group.running for group in self._started.values()) < slots
             and self._limits.may_start(
                 self._steps,
+                waits=self._waits,
                 live=len(self._started) + len(ready),
                 idle=len(idle),
-                lagging=sum(group.lagging for group in self._started.values()),
+                lagging=[group.lagging for group in self._started.values() if group.lagging],
             )
         ):
             if self._again:

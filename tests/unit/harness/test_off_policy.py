@@ -138,25 +138,58 @@ def test_runs_are_stragglers_from_twice_the_median_of_the_others(
 
 
 @pytest.mark.parametrize(
-    ("steps", "live", "idle", "lagging", "starts"),
+    ("steps", "waits", "live", "idle", "lagging", "starts"),
     [
-        (2, 7, 0, 0.0, True),
-        (2, 8, 0, 0.0, False),
-        (2, 8, 0, 0.9, False),  # not a whole group's worth of ended runs
-        (2, 8, 0, 1.0, True),
-        (2, 9, 0, 1.9, False),
-        (2, 9, 0, 2.0, True),
-        (2, 12, 0, 8.0, False),  # at most `oversample` times the groups of two steps
-        (2, 9, 3, 8.0, False),
-        (1, 4, 0, 3.0, False),  # a step trains
-        (1, 3, 0, 0.0, True),
+        (2, True, 7, 0, [], True),
+        (2, True, 8, 0, [], False),
+        (2, True, 8, 0, [0.5, 0.4], False),  # not a whole group's worth of ended runs
+        (2, True, 8, 0, [0.5, 0.5], True),
+        (2, True, 9, 0, [0.9, 1.0], False),
+        (2, True, 9, 0, [0.5] * 4, True),
+        (2, True, 12, 0, [1.0] * 8, False),  # at most `oversample` times the groups of two steps
+        (2, True, 9, 3, [1.0] * 8, False),
+        (1, True, 4, 0, [0.5], True),  # the last step: nothing else could use its group
+        (1, True, 5, 0, [0.5], False),
+        (1, True, 6, 0, [0.5] * 4, False),
+        (1, False, 4, 0, [1.0] * 3, False),  # a step trains
+        (1, False, 3, 0, [], True),
+        (8, False, 32, 0, [0.75] * 4, False),
     ],
 )
 def test_a_group_that_waits_for_stragglers_makes_room_for_another(
-    steps: int, live: int, idle: int, lagging: float, starts: bool
+    steps: int, waits: bool, live: int, idle: int, lagging: list[float], starts: bool
 ) -> None:
     limits = Limits(max_age=1, groups=4, oversample=1.5)
-    assert limits.may_start(steps, live=live, idle=idle, lagging=lagging) is starts
+    found = limits.may_start(steps, waits=waits, live=live, idle=idle, lagging=lagging)
+    assert found is starts
+
+
+@pytest.mark.parametrize(
+    ("epochs", "max_age", "blocked"),
+    [(1, 1, [0, 1]), (4, 1, [6, 7]), (3, 3, [0, 2])],
+    ids=["only step", "last step", "as many steps ahead as there are"],
+)
+async def test_no_straggler_holds_up_the_last_steps(
+    tmp_path: Path, epochs: int, max_age: int, blocked: list[int]
+) -> None:
+    backend = Backend()
+    agent = Agent(backend)
+    made = setup(
+        tmp_path, backend, agent, epochs=epochs, max_steps_off_policy=max_age, oversample=2.0
+    )
+    now = 0.0
+    builder: Any = made.trajectory_builder
+    builder.clock = lambda: now
+    for place in blocked:
+        agent.held[first_examples(made)[place], 1] = asyncio.Event()
+    async with training(made) as task:
+        await until(lambda: bool(builder._run_id))
+        while not task.done():
+            await asyncio.sleep(0.01)
+            now += 10.0
+            builder._more_may_start()  # its timer runs by the real clock
+    assert len(backend.trained) == epochs
+    assert all(row["failures"].keys() <= {"stale"} for row in metrics(tmp_path)), "none timed out"
 
 
 async def test_stragglers_do_not_keep_the_engine_from_other_groups(tmp_path: Path) -> None:
