@@ -70,6 +70,14 @@ class SampledGroup(Stored):
         )
 
 
+def ages(groups: Iterable[SampledGroup], step: int) -> dict[str, float]:
+    """Return the mean and the largest number of steps since the groups' runs were sampled."""
+    found = [step - sampled_by for group in groups for sampled_by in group.sampled_by]
+    if not found:
+        return {}
+    return {"policy_age/mean": sum(found) / len(found), "policy_age/max": max(found)}
+
+
 def stale_error(age: int) -> str:
     steps = "1 step was" if age == 1 else f"{age} steps were"
     return f"{steps} trained since its oldest choice was sampled"

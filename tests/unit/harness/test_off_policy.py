@@ -22,7 +22,7 @@ from tests.unit.harness.sampling_ahead import (
     until,
 )
 from tests.unit.harness.test_trainer import read
-from trainer.errors import NothingToTrainOn, RunFailed
+from trainer.errors import LlmUnavailable, NothingToTrainOn, RunFailed
 from trainer.harness.off_policy_rules import Limits, straggling_from
 from trainer.harness.types import (
     Example,
@@ -253,6 +253,52 @@ async def test_nothing_to_train_on_ends_the_run_with_the_reason(tmp_path: Path) 
         await train(made)
     assert backend.trained == []
     assert agent.groups <= 12  # three for each epoch, and three ahead
+
+
+@pytest.mark.parametrize("lost", [1, 2], ids=["one run of each", "all runs"])
+async def test_groups_that_were_lost_while_a_step_trained_do_not_count_for_the_next(
+    tmp_path: Path, lost: int
+) -> None:
+    backend = Backend(quick=False)
+    agent = Agent(backend)
+    made = setup(tmp_path, backend, agent, epochs=4)
+    order = first_examples(made)
+
+    async def workflow(example: Example, llm: Any) -> float:
+        if example.id not in order[:2]:
+            await until(lambda: bool(backend.trained))
+        away = bool(backend.trained) and backend.step == 0  # during the first step
+        if away and int(llm._rollout.id.rpartition("-")[2]) < lost:
+            raise LlmUnavailable("Cannot reach LLM")
+        return await agent(example, llm)
+
+    made.runner._workflow = workflow
+    builder: Any = made.trajectory_builder
+    async with training(made) as task:
+        await until(lambda: bool(backend.trained) and len(builder._finished) == 3)
+        for _ in range(4):
+            backend.finish()
+        await asyncio.wait_for(task, PATIENCE)
+    rows = metrics(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["filtered_groups"] for row in rows] == [2, 2, 2, 2]
+    assert [row["failures"] for row in rows] == [{}, {"workflow_failed": 3 * lost}, {}, {}]
+
+
+async def test_a_workflow_that_always_fails_ends_the_run(tmp_path: Path) -> None:
+    backend = Backend()
+    made = setup(tmp_path, backend, Agent(backend), epochs=9)
+    runs = 0
+
+    async def workflow(example: Example, llm: Any) -> float:
+        nonlocal runs
+        runs += 1
+        raise LlmUnavailable("Cannot reach LLM")
+
+    made.runner._workflow = workflow
+    with pytest.raises(NothingToTrainOn, match=r"in 3 epochs: \d+ runs: workflow_failed"):
+        await train(made)
+    assert runs <= 3 * 2 * 6  # `oversample` times the groups of two steps, in each epoch
 
 
 async def test_the_curriculum_chooses_among_the_groups_of_a_step(tmp_path: Path) -> None:
