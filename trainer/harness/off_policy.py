@@ -110,9 +110,11 @@ class OffPolicyBuilder:
         """Return the groups for the next step, once they are complete, and go on sampling."""
         context = self._ready()
         self._check()
-        while not self._enough():
-            await self._change()
-        await self._leave_out_stragglers()
+        await self._collect()
+        while (step := int(await self._current_step())) != self._step:
+            self._begin(step)  # another client trained the model meanwhile
+            self._start_more()
+            await self._collect()
         trained, idle = self._limits.take(*self._divided(), self._step)
         lost = [self._finished[number] for number in self._written_off]
         taken = sorted([*trained, *idle, *lost], key=lambda group: group.number)
@@ -185,6 +187,12 @@ class OffPolicyBuilder:
         self._ready().progress.groups(len(ready), self._limits.groups)
         return self._limits.enough(ready=len(ready), idle=len(idle))
 
+    async def _collect(self) -> None:
+        """Wait until a step can begin, and no group would go stale if it did."""
+        while not self._enough():
+            await self._change()
+        await self._leave_out_stragglers()
+
     async def _change(self) -> None:
         """Wait until a group has ended, and raise if it could not be sampled."""
         self._changed.clear()
@@ -197,15 +205,12 @@ class OffPolicyBuilder:
 
     async def _leave_out_stragglers(self) -> None:
         """Complete the groups that would be too old for a later step, without their stragglers."""
-        context, waiting = self._ready(), []
+        context = self._ready()
+        waiting = []
         for number, group in list(self._started.items()):
             ended = [run for run in group.ended if run.failure is None]
-            old = [
-                run
-                for run in ended
-                if self._limits.is_due(sampled_by(context, run, group.step), self._step)
-            ]
-            if len(old) >= FEWEST_RUNS:
+            steps = [sampled_by(context, run, group.step) for run in ended]
+            if sum(self._limits.is_due(step, self._step) for step in steps) >= FEWEST_RUNS:
                 if group.running:
                     self._keep(group.leave_out(Failure.STALE, LEFT_OUT))
                 waiting.append(number)  # until it is scored

@@ -301,6 +301,28 @@ async def test_a_workflow_that_always_fails_ends_the_run(tmp_path: Path) -> None
     assert runs <= 3 * 2 * 6  # `oversample` times the groups of two steps, in each epoch
 
 
+@pytest.mark.parametrize("trained", [1, 5], ids=["young enough", "too old"])
+async def test_steps_of_another_client_age_the_groups_that_are_waited_with(
+    tmp_path: Path, trained: int
+) -> None:
+    backend = Backend()
+    agent = Agent(backend)
+    made = setup(tmp_path, backend, agent, epochs=1, max_steps_off_policy=2, groups_per_step=3)
+    order = first_examples(made)
+    agent.held[order[2], 0] = asyncio.Event()
+    async with training(made) as task:
+        await settled(agent)
+        backend.step += trained
+        agent.held[order[2], 0].set()
+        await asyncio.wait_for(task, PATIENCE)
+    (row,) = metrics(tmp_path)
+    old = trained > 2
+    assert (row["step"], row["filtered_groups"]) == (trained + 1, 3)
+    assert row["policy_age/max"] == (0 if old else trained)
+    assert row["failures"] == ({"stale": 6} if old else {})
+    assert backend.examples(1) == set(order[3:6] if old else order[:3])
+
+
 async def test_the_curriculum_chooses_among_the_groups_of_a_step(tmp_path: Path) -> None:
     backend = Backend()
     curriculum = {"enabled": True, "initial_percentile": 0.5, "expansion_interval": 1}
