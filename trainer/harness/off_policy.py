@@ -236,17 +236,15 @@ class OffPolicyBuilder:
                 lagging=[group.lagging for group in self._started.values() if group.lagging],
             )
         ):
-            if self._again:
-                number = self._again.popleft()
-            else:
-                number = self._next
-                self._next += 1
+            number = self._again.popleft() if self._again else self._next
+            self._next = max(self._next, number + 1)
             group = StartedGroup(
                 context.runner,
                 example_at(context, number),
                 self.config.num_generations,
                 f"{self._run_id}-group-{number}",
                 self._more_may_start,
+                number=number,
                 step=self._step,
                 clock=self.clock,
             )

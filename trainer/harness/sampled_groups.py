@@ -55,7 +55,10 @@ class SampledGroup(Stored):
         }
         example = str((self.trajectories[0].metadata or {}).get("example_id", ""))
         stale = Failure.STALE.value
-        lost = [LostRun(example_id=example, reason=stale, error=text) for text in errors.values()]
+        lost = [
+            LostRun(example_id=example, reason=stale, error=text, group=self.number)
+            for text in errors.values()
+        ]
         return SampledGroup(
             number=self.number,
             trajectories=[self.trajectories[index] for index in fresh],

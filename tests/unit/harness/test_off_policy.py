@@ -23,11 +23,13 @@ from tests.unit.harness.sampling_ahead import (
 )
 from tests.unit.harness.test_trainer import read
 from trainer.errors import LlmUnavailable, NothingToTrainOn, RunFailed
+from trainer.harness.episodes import wire_groups
 from trainer.harness.off_policy_rules import Limits, straggling_from
 from trainer.harness.types import (
     Example,
     TrainingJobRef,
     TrainingJobStatus,
+    TrajectoryCollection,
     WorkflowRun,
 )
 
@@ -321,6 +323,36 @@ async def test_steps_of_another_client_age_the_groups_that_are_waited_with(
     assert row["policy_age/max"] == (0 if old else trained)
     assert row["failures"] == ({"stale": 6} if old else {})
     assert backend.examples(1) == set(order[3:6] if old else order[:3])
+
+
+async def test_groups_of_the_same_example_are_told_apart(tmp_path: Path) -> None:
+    backend = Backend()
+    made = setup(
+        tmp_path, backend, Agent(backend), epochs=1, examples=2, generations=3, groups_per_step=4
+    )
+    sent: list[Any] = []
+    submit = backend.submit
+
+    async def submit_and_keep(collection: TrajectoryCollection) -> TrainingJobRef:
+        sent.extend(wire_groups(collection))
+        return await submit(collection)
+
+    async def workflow(example: Example, llm: Any) -> float:
+        if "-group-3-" in llm._rollout.id and llm._rollout.id.endswith("-2"):
+            raise ValueError("no tool")
+        return await agent(example, llm)
+
+    backend.submit = submit_and_keep  # type: ignore[method-assign]
+    agent = Agent(backend)
+    made.runner._workflow = workflow
+    await train(made)
+    assert [len(group["trajectories"]) for group in sent] == [3, 3, 3, 2]
+    assert [len(group["exceptions"]) for group in sent] == [0, 0, 0, 1]
+    names = [[one["metadata"]["group"] for one in group["trajectories"]] for group in sent]
+    assert names == [[0] * 3, [1] * 3, [2] * 3, [3] * 2]
+    records = (tmp_path / "runs/epoch_0001.jsonl").read_text().splitlines()
+    rows = [json.loads(record) for record in records]
+    assert len({(row["id"], row["group"], row["generation"]) for row in rows}) == len(rows) == 12
 
 
 async def test_the_curriculum_chooses_among_the_groups_of_a_step(tmp_path: Path) -> None:
