@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,12 @@ import pytest
 from tests.unit.test_failed_writes import body
 from tests.unit.test_training import Steps
 from trainer import checkpoint
-from trainer.config import ServerConfig
+from trainer.config import LoraConfig, ServerConfig
 from trainer.errors import DiskFull, NotFound
 from trainer.server import storage as storage_module
 from trainer.server.backend import Backend
 from trainer.server.journal import JournaledRequest
+from trainer.server.model import Model
 from trainer.server.models import Models
 from trainer.server.storage import Storage
 
@@ -97,6 +99,34 @@ async def test_files_are_deleted_once_the_newest_step_is_synced_and_the_client_d
     synced.set()
     await asyncio.gather(*storage._background)
     assert on_disk(steps) == [3]
+    await steps.admission.stop()
+
+
+async def test_a_step_that_is_sampled_from_keeps_its_files_and_the_client_does_not_wait(
+    tmp_path: Path,
+) -> None:
+    steps, storage = await trained(tmp_path, 3)
+    with steps.model.used(2):
+        begun = time.monotonic()
+        assert await storage.keep(steps.model, []) == [1, 2]
+        assert time.monotonic() - begun < storage_module.DELETING_SECONDS
+        await asyncio.sleep(0.2)
+        assert on_disk(steps) == [2, 3]
+        assert steps.model.served_steps == [3]
+    await asyncio.gather(*storage._background)
+    assert on_disk(steps) == [3]
+    await steps.admission.stop()
+
+
+async def test_a_deletion_that_waited_leaves_the_files_of_a_new_model_alone(
+    tmp_path: Path,
+) -> None:
+    steps, storage = await trained(tmp_path, 2)
+    with steps.model.used(1):
+        assert await storage.keep(steps.model, []) == [1]
+        storage._models.serve_pulled(Model("p", "m", tmp_path, LoraConfig()))
+    await asyncio.gather(*storage._background)
+    assert on_disk(steps) == [1, 2]
     await steps.admission.stop()
 
 

@@ -44,8 +44,10 @@ class LlmConfig(Config):
     """Longest completion, in tokens. Defaults to the rest of the context."""
     seed: int | None = None
     """Seed sent with every request. By default, each request is sampled with a new seed."""
-    max_retries: int = Field(10, ge=0)
-    """Retries of a call when the endpoint is unreachable or overloaded."""
+    max_retries: int = Field(24, ge=0)
+    """Retries of a call when the endpoint is unreachable or overloaded. The default lasts two
+    minutes or more, within the run's `run_timeout`. Unless you set this, an endpoint that has never
+    answered gets only 8."""
     request_timeout: float = Field(600, gt=0)
     """Time limit of one call, in seconds."""
 

@@ -62,6 +62,7 @@ def build(run: WorkflowRun, completions: Sequence[Completion]) -> Trajectory | N
         metadata={
             "example_id": run.example.id,
             "generation": run.generation,
+            **({} if run.group is None else {"group": run.group}),
             "tools": conversations[0].tools,
             "additional_tools": [conversation.tools for conversation in conversations[1:]],
             "recorded": all(completion.recorded for completion in sampled),
@@ -135,7 +136,9 @@ def to_wire(trajectory: Trajectory) -> Json:
 def lost(groups: Sequence[Sequence[WorkflowRun]]) -> list[LostRun]:
     """Return the runs without a trajectory, with their reasons."""
     return [
-        LostRun(example_id=run.example.id, reason=run.failure.value, error=run.error)
+        LostRun(
+            example_id=run.example.id, reason=run.failure.value, error=run.error, group=run.group
+        )
         for group in groups
         for run in group
         if run.failure is not None
@@ -148,15 +151,17 @@ def wire_groups(collection: TrajectoryCollection) -> list[Json]:
     An example without trajectories has a group of exceptions alone. These come last, and the
     backend counts them but trains on nothing in them.
     """
-    exceptions: dict[str, list[Json]] = {}
+    exceptions: dict[tuple[str, int | None], list[Json]] = {}
     for run in collection.lost:
-        exceptions.setdefault(run.example_id, []).append(_exception(run.reason, run.error))
+        key = run.example_id, run.group
+        exceptions.setdefault(key, []).append(_exception(run.reason, run.error))
     groups = []
     for group in collection.trajectories:
-        example = str((group[0].metadata or {}).get("example_id", "")) if group else ""
+        metadata = (group[0].metadata or {}) if group else {}
+        key = str(metadata.get("example_id", "")), metadata.get("group")
         members = [to_wire(trajectory) for trajectory in group]
-        groups.append({"trajectories": members, "exceptions": exceptions.pop(example, [])})
-    return groups + [_lost_group(example, errors) for example, errors in exceptions.items()]
+        groups.append({"trajectories": members, "exceptions": exceptions.pop(key, [])})
+    return groups + [_lost_group(example, errors) for (example, _), errors in exceptions.items()]
 
 
 def _lost_group(example: str, exceptions: list[Json]) -> Json:

@@ -108,6 +108,14 @@ class History:
             return None
         return pending if pending.epoch == self.epoch + 1 else None
 
+    def unused(self) -> Position | None:
+        """Return the groups that no epoch has used, nor one that was interrupted.
+
+        An epoch that took turns has no position, and used none of the groups sampled ahead.
+        """
+        pending = self.pending()
+        return (pending.position if pending else None) or self.position
+
 
 def lock(directory: Path) -> IO[str]:
     """Lock the directory until the returned file is closed. Two runs would mix their files."""

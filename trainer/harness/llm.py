@@ -24,6 +24,11 @@ from trainer.harness.config import LlmConfig
 from trainer.harness.types import Completion, Example
 from trainer.processes import large_json
 
+# With these waits, the default of `max_retries` lasts longer than the harness waits for a backend
+# that stops answering (`wait_for_backend`): a run outlives a restart that the training outlives.
+LONGEST_WAIT_S = 8.0
+JITTER = (0.75, 1.0)
+FIRST_RETRIES = 8  # half a minute: an endpoint that never answered may have a wrong address
 FUNCTION_MARK = "~"  # separates the rollout's id, the LLM's name and the function's name
 
 
@@ -35,6 +40,8 @@ class Endpoint:
         self.config = config
         self.records = False
         """Whether the endpoint is our gateway, which records rollouts. `probe` finds out."""
+        self.reached = False
+        """Whether the endpoint has ever answered. Then it is worth waiting for if it goes away."""
         self.ask_for_logprobs = True
         """Whether `Llm.chat` asks for logprobs. Training needs them; some endpoints refuse them."""
         key = config.api_key.get_secret_value()
@@ -63,6 +70,7 @@ class Endpoint:
         """Find out whether the endpoint records rollouts."""
         try:
             response = await self.http.request("GET", f"{self.root}/rollouts/probe")
+            self.reached = True
             self.records = NOTHING_SAMPLED in response.text
         except httpx.HTTPError:
             self.records = False
@@ -98,11 +106,11 @@ class Endpoint:
 
     async def _send(self, method: str, url: str, body: Json | None = None) -> Json:
         """Send one request, with retries while the endpoint is unreachable or overloaded."""
-        problem = ""
-        for attempt in range(self.config.max_retries + 1):
+        problem, attempt = "", -1
+        while (attempt := attempt + 1) <= self._retries:
             if attempt:
-                # At most 5 s each; together longer than a server takes to restart.
-                await asyncio.sleep(min(5.0, 0.2 * 2**attempt) * random.uniform(0.5, 1))
+                wait = min(LONGEST_WAIT_S, 0.2 * 2**attempt)
+                await asyncio.sleep(wait * random.uniform(*JITTER))
             try:
                 response = await self.http.request(method, url, json=body)
             except (httpx.ReadTimeout, httpx.WriteTimeout) as exc:
@@ -113,6 +121,7 @@ class Endpoint:
                 reason = str(exc) or type(exc).__name__  # timeouts of httpx have no message
                 problem = f"Cannot reach LLM `{self.name}` at `{self.root}`: {reason}"
                 continue
+            self.reached = True
             if response.status_code in (429, 502, 503):
                 problem = f"LLM `{self.name}` answered {response.status_code}"
                 continue
@@ -123,6 +132,11 @@ class Endpoint:
             answer: Json = large_json.parse(response.content)
             return answer
         raise LlmUnavailable(problem)
+
+    @property
+    def _retries(self) -> int:
+        given = "max_retries" in self.config.model_fields_set
+        return self.config.max_retries if self.reached or given else FIRST_RETRIES
 
 
 def _prompt_tokens(answer: Json) -> int:

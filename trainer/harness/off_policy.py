@@ -20,15 +20,10 @@ from trainer.harness.context import Context
 from trainer.harness.metrics import plain
 from trainer.harness.off_policy_rules import Limits, divide
 from trainer.harness.runner import commonest_failure, failures, record, warn_of_failures
-from trainer.harness.sampled_groups import (
-    GroupFile,
-    Position,
-    SampledGroup,
-    unfinished,
-)
+from trainer.harness.sampled_groups import GroupFile, Position, SampledGroup, ages, unfinished
 from trainer.harness.started_group import StartedGroup
-from trainer.harness.trajectory_builder import build, collect, example_at, trained_calls
-from trainer.harness.types import Failure, LostRun, TrajectoryCollection, WorkflowRun
+from trainer.harness.trajectory_builder import build, collect, example_at, sampled_by
+from trainer.harness.types import Failure, LostRun, TrajectoryCollection
 from trainer.measurements import mean_metrics
 
 logger = logging.getLogger(__name__)
@@ -59,6 +54,8 @@ class OffPolicyBuilder:
         """Groups that an earlier program started and did not finish."""
         self._started: dict[int, StartedGroup] = {}
         self._finished: dict[int, SampledGroup] = {}
+        self._written_off: set[int] = set()
+        """Complete groups that lost their runs before this step: it samples as if without them."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._error: Exception | None = None
@@ -66,6 +63,8 @@ class OffPolicyBuilder:
         self._step = 0
         self._steps = 0
         """How many steps can still use a group that starts now."""
+        self._waits = False
+        """Whether a step waits for its groups now."""
         self._watch = contextlib.ExitStack()
         self._timer: asyncio.TimerHandle | None = None
         self.clock: Callable[[], float] = time.monotonic
@@ -98,41 +97,40 @@ class OffPolicyBuilder:
     async def start_run(self, run_id: str, meta: Json | None = None) -> None:
         """Say that the next step may begin. The groups for it may be complete already."""
         context = self._ready()
-        self._step = int(await self._current_step())
-        for number, group in self._finished.items():
-            self._finished[number] = self._current(group)
+        self._begin(int(await self._current_step()))
         self._file.keep(self._finished.values())  # the epochs before are committed
         if not self._run_id:
             self._watch.enter_context(context.runner.watched())
         self._run_id = run_id
         left = context.config.finetuning.num_epochs - (meta or {}).get("epoch", 0)
-        self._steps = min(self._limits.max_age + 1, left)
+        self._steps, self._waits = min(self._limits.max_age + 1, left), True
         self._start_more()
 
     async def finalize(self, run_id: str, meta: Json | None = None) -> TrajectoryCollection:
         """Return the groups for the next step, once they are complete, and go on sampling."""
         context = self._ready()
         self._check()
-        while not self._enough():
-            await self._change()
-        await self._leave_out_stragglers()
+        await self._collect()
+        while (step := int(await self._current_step())) != self._step:
+            self._begin(step)  # another client trained the model meanwhile
+            self._start_more()
+            await self._collect()
         trained, idle = self._limits.take(*self._divided(), self._step)
-        taken = sorted([*trained, *idle], key=lambda group: group.number)
-        ages = [self._step - sampled_by for group in trained for sampled_by in group.sampled_by]
-        self.ages = (
-            {"policy_age/mean": sum(ages) / len(ages), "policy_age/max": max(ages)} if ages else {}
-        )
+        lost = [self._finished[number] for number in self._written_off]
+        taken = sorted([*trained, *idle, *lost], key=lambda group: group.number)
+        self._written_off = set()
+        self.ages = ages(trained, self._step)
         for group in taken:
             del self._finished[group.number]
-        self._steps = min(self._limits.max_age, self._steps - 1)
+        self._steps, self._waits = min(self._limits.max_age, self._steps - 1), False
         self.position = Position(
             self._next, sorted({*self._started, *self._finished, *self._again})
         )
         self._start_more()
-        lost = self._summarize(taken)
+        lost_runs = self._summarize(taken)
         groups = [group.trajectories for group in taken if group.trajectories]
         records = (row for group in taken for row in group.records)
-        return collect(context, run_id, meta, groups, lost, records)
+        return collect(context, run_id, meta, groups, lost_runs, records)
 
     async def cancel(self) -> None:
         """Stop sampling. Complete groups stay in their file for `--resume`."""
@@ -154,8 +152,24 @@ class OffPolicyBuilder:
         warn_of_failures(lost)
         return lost
 
+    def _begin(self, step: int) -> None:
+        """Make the complete groups ready for training from `step`.
+
+        Groups that lost their runs, in an outage or by their age, say nothing about the examples.
+        They are reported with this step, but do not count among the groups sampled for it.
+        """
+        self._step = step
+        for number, group in self._finished.items():
+            self._finished[number] = self._current(group)
+        self._written_off = {
+            number
+            for number, group in self._finished.items()
+            if len(group.trajectories) < FEWEST_RUNS
+        }
+
     def _divided(self) -> tuple[list[SampledGroup], list[SampledGroup]]:
-        return divide(self._finished.values(), self._teaches)
+        counted = self._finished.keys() - self._written_off
+        return divide((self._finished[number] for number in counted), self._teaches)
 
     def _teaches(self, rewards: Sequence[float]) -> bool:
         config = self._ready().config.finetuning.curriculum_learning
@@ -173,6 +187,12 @@ class OffPolicyBuilder:
         self._ready().progress.groups(len(ready), self._limits.groups)
         return self._limits.enough(ready=len(ready), idle=len(idle))
 
+    async def _collect(self) -> None:
+        """Wait until a step can begin, and no group would go stale if it did."""
+        while not self._enough():
+            await self._change()
+        await self._leave_out_stragglers()
+
     async def _change(self) -> None:
         """Wait until a group has ended, and raise if it could not be sampled."""
         self._changed.clear()
@@ -185,15 +205,12 @@ class OffPolicyBuilder:
 
     async def _leave_out_stragglers(self) -> None:
         """Complete the groups that would be too old for a later step, without their stragglers."""
+        context = self._ready()
         waiting = []
         for number, group in list(self._started.items()):
             ended = [run for run in group.ended if run.failure is None]
-            old = [
-                run
-                for run in ended
-                if self._limits.is_due(self._sampled_by(run, group.step), self._step)
-            ]
-            if len(old) >= FEWEST_RUNS:
+            steps = [sampled_by(context, run, group.step) for run in ended]
+            if sum(self._limits.is_due(step, self._step) for step in steps) >= FEWEST_RUNS:
                 if group.running:
                     self._keep(group.leave_out(Failure.STALE, LEFT_OUT))
                 waiting.append(number)  # until it is scored
@@ -213,22 +230,21 @@ class OffPolicyBuilder:
             and sum(group.running for group in self._started.values()) < slots
             and self._limits.may_start(
                 self._steps,
+                waits=self._waits,
                 live=len(self._started) + len(ready),
                 idle=len(idle),
-                lagging=sum(group.lagging for group in self._started.values()),
+                lagging=[group.lagging for group in self._started.values() if group.lagging],
             )
         ):
-            if self._again:
-                number = self._again.popleft()
-            else:
-                number = self._next
-                self._next += 1
+            number = self._again.popleft() if self._again else self._next
+            self._next = max(self._next, number + 1)
             group = StartedGroup(
                 context.runner,
                 example_at(context, number),
                 self.config.num_generations,
                 f"{self._run_id}-group-{number}",
                 self._more_may_start,
+                number=number,
                 step=self._step,
                 clock=self.clock,
             )
@@ -260,7 +276,9 @@ class OffPolicyBuilder:
                 number=number,
                 trajectories=[found for _, found in built if found is not None],
                 sampled_by=[
-                    self._sampled_by(run, group.step) for run, found in built if found is not None
+                    sampled_by(context, run, group.step)
+                    for run, found in built
+                    if found is not None
                 ],
                 lost=episodes.lost([runs]),
                 records=[plain(record(run)) for run in runs],
@@ -272,14 +290,6 @@ class OffPolicyBuilder:
         del self._started[number]
         self._changed.set()
         self._start_more()
-
-    def _sampled_by(self, run: WorkflowRun, started: int) -> int:
-        """Return the step that sampled the run's oldest choice.
-
-        An endpoint that does not say its step sampled at the earliest when the group started.
-        """
-        steps = [call.policy_step for call in trained_calls(self._ready(), run)]
-        return min((step for step in steps if step is not None), default=started)
 
     def _ready(self) -> Context:
         if self._context is None:

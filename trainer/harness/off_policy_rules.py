@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from trainer.harness.sampled_groups import SampledGroup
@@ -25,16 +25,21 @@ class Limits:
         """Return how many groups may be sampled for `steps` steps."""
         return math.ceil(round(self.oversample * self.groups * steps, 9))
 
-    def may_start(self, steps: int, *, live: int, idle: int, lagging: float = 0.0) -> bool:
+    def may_start(
+        self, steps: int, *, waits: bool, live: int, idle: int, lagging: Collection[float] = ()
+    ) -> bool:
         """Whether another group may start while `steps` steps can still use it.
 
         `live` groups are under way or wait with a signal; `idle` ones turned out to have none.
-        Runs that have ended in groups that only wait for stragglers make up `lagging` groups.
-        Other groups take their place, so that the engine does not run dry, but not while a step
-        trains: they would have to be complete when the next one begins.
+        `lagging` has the share of ended runs of each group that only waits for stragglers. While a
+        step `waits` for its groups, others take their place, so that the engine does not run dry,
+        but not while it trains: they would have to be complete when the next one begins.
         """
-        occupied = live - (math.floor(lagging) if steps > self.max_age else 0)
-        return occupied < self.groups * steps and live + idle < self.sampled(steps)
+        room = 0
+        if waits:
+            # No later step can use what the last one waits for, so each of them is replaced.
+            room = len(lagging) if steps == 1 else math.floor(round(sum(lagging), 9))
+        return live - room < self.groups * steps and live + idle < self.sampled(steps)
 
     def enough(self, *, ready: int, idle: int) -> bool:
         """Whether a step can begin: its groups are there, or no more may be sampled for it."""

@@ -181,6 +181,7 @@ def record(run: WorkflowRun) -> dict[str, Any]:
     return {
         "id": run.example.id,
         "generation": run.generation,
+        **({} if run.group is None else {"group": run.group}),
         "output": run.output
         if isinstance(run.output, str | int | float | dict | list)
         else text_of(run.output),

@@ -55,7 +55,10 @@ class SampledGroup(Stored):
         }
         example = str((self.trajectories[0].metadata or {}).get("example_id", ""))
         stale = Failure.STALE.value
-        lost = [LostRun(example_id=example, reason=stale, error=text) for text in errors.values()]
+        lost = [
+            LostRun(example_id=example, reason=stale, error=text, group=self.number)
+            for text in errors.values()
+        ]
         return SampledGroup(
             number=self.number,
             trajectories=[self.trajectories[index] for index in fresh],
@@ -68,6 +71,14 @@ class SampledGroup(Stored):
                 for row in self.records
             ],
         )
+
+
+def ages(groups: Iterable[SampledGroup], step: int) -> dict[str, float]:
+    """Return the mean and the largest number of steps since the groups' runs were sampled."""
+    found = [step - sampled_by for group in groups for sampled_by in group.sampled_by]
+    if not found:
+        return {}
+    return {"policy_age/mean": sum(found) / len(found), "policy_age/max": max(found)}
 
 
 def stale_error(age: int) -> str:

@@ -22,6 +22,7 @@ class StartedGroup:
         label: str,
         on_ended: Callable[[], None],
         *,
+        number: int,
         step: int,
         clock: Callable[[], float],
     ) -> None:
@@ -31,7 +32,7 @@ class StartedGroup:
         self._began = clock()
         self._ages: list[float] = []
         """The age of the group when each of its runs ended."""
-        self.runs = [WorkflowRun(example, generation) for generation in range(generations)]
+        self.runs = [WorkflowRun(example, one, group=number) for one in range(generations)]
         self._runner = runner
         self._on_ended = on_ended
         self._over = asyncio.Event()

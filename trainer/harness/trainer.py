@@ -75,7 +75,7 @@ class ARTTrainer:
         builder = config.trajectory_builder
         await builder.initialize(config)
         if isinstance(builder, OffPolicyBuilder):
-            builder.resume((past.pending() or past).position, past.epoch)
+            builder.resume(past.unused(), past.epoch)
         await config.trainer_adapter.initialize(config)
         self._reporters = load_reporters(config, past.run_id)
 

@@ -130,6 +130,15 @@ def trained_calls(context: Context, run: WorkflowRun) -> list[Completion]:
     return episodes.select_completions(run.completions, context.functions, context.target_llm)
 
 
+def sampled_by(context: Context, run: WorkflowRun, started: int) -> int:
+    """Return the step that sampled the run's oldest choice.
+
+    An endpoint that does not say its step sampled at the earliest when the run's group `started`.
+    """
+    steps = [call.policy_step for call in trained_calls(context, run)]
+    return min((step for step in steps if step is not None), default=started)
+
+
 def collect(
     context: Context,
     run_id: str,

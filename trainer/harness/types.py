@@ -82,6 +82,8 @@ class WorkflowRun:
 
     example: Example
     generation: int
+    group: int | None = None
+    """The number of its group if groups are sampled ahead: then an example may have several."""
     output: Any = None
     state: Any = None
     """Data of an environment about the run, for its own reward."""
@@ -148,6 +150,8 @@ class LostRun(pydantic.BaseModel):
     example_id: str
     reason: str
     error: str = ""
+    group: int | None = None
+    """The number of its group if groups are sampled ahead."""
 
 
 class TrajectoryCollection(Stored):

@@ -39,6 +39,8 @@ class Admission:
         """The last steps of each model since this server started, in order."""
         self._written: dict[str, JournaledRequest] = {}
         """The request of each model that is being journaled, before its step begins."""
+        self._resumed: dict[str, list[Training]] = {}
+        """The steps of each model that a kill interrupted."""
         self._admitting: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     @property
@@ -73,6 +75,14 @@ class Admission:
     def find(self, model: Model, step: int) -> Training | None:
         return self._trainings.get(model.key, {}).get(step)
 
+    def resume(self, model: Model, requests: list[JournaledRequest]) -> None:
+        """Start the steps that a kill interrupted."""
+        self._resumed[model.key] = [self.start(model, request) for request in requests]
+
+    def resumed(self, model: Model) -> list[Training]:
+        """The steps of the model that a kill interrupted, as far as they are still under way."""
+        return [training for training in self._resumed.get(model.key, []) if not training.done]
+
     @asynccontextmanager
     async def paused(self, model: Model) -> AsyncIterator[None]:
         """Let requests to train the model wait inside the block; steps under way go on."""
@@ -84,6 +94,7 @@ class Admission:
 
         Nothing writes to its directory afterwards, so that it can be deleted.
         """
+        self._resumed.pop(model.key, None)
         await _end(self._trainings.pop(model.key, {}).values())
         await self._reports.written()
         await asyncio.to_thread(self._ledger.forget, model.key, before=sys.maxsize)

@@ -74,17 +74,19 @@ class Backend:
     async def start(self) -> None:
         """Load the base model, and continue the work of a server that was killed.
 
-        The models it served are served again, and every step it left unfinished is completed.
+        The models it served are served again, then every step it left unfinished is completed.
         """
         self.reports.gpus.start()
         if not self.config.base_model:
             return
         self.models.starting = self.health.starting = True
         try:
-            await self._start_workers(self.config.base_model)
-            await (self._serve_checkpoint() if self.config.checkpoint else self._resume())
+            async with self.workers.steps:  # no model waits for the unfinished step of another
+                await self._start_workers(self.config.base_model)
+                await (self._serve_checkpoint() if self.config.checkpoint else self._resume())
         finally:
             self.models.starting = self.health.starting = False
+        await self._finish_resumed()
 
     async def _serve_checkpoint(self) -> None:
         model = await asyncio.to_thread(open_checkpoint, self.config, self.health)
@@ -97,12 +99,23 @@ class Backend:
         for sent in itertools.chain(self.models.to_restore(), unfinished):
             name = f"{sent.get('project')}/{sent.get('run_name') or sent.get('name')}"
             try:
-                await self.prepare(ModelWire.model_validate(sent))
+                await self._serve(ModelWire.model_validate(sent))
             except Exception as error:  # the other models are still served
-                if not isinstance(error, KitError):
-                    logger.exception("%s", name)
-                cause = error.message if isinstance(error, KitError) else repr(error)
-                self.health.degrade(name, f"`{name}` is not served again: {cause}")
+                self._degrade(name, f"`{name}` is not served again", error)
+
+    async def _finish_resumed(self) -> None:
+        for training in [it for model in self.models for it in self.admission.resumed(model)]:
+            key, step = training.model.key, training.request.step
+            try:
+                await training.wait()
+            except Exception as error:
+                self._degrade(key, f"Step {step} of `{key}` was interrupted, and lost", error)
+
+    def _degrade(self, name: str, fault: str, error: Exception) -> None:
+        if not isinstance(error, KitError):
+            logger.error("%s", name, exc_info=error)
+        cause = error.message if isinstance(error, KitError) else repr(error)
+        self.health.degrade(name, f"{fault}: {cause}")
 
     async def stop(self) -> None:
         """Stop everything; a second call does nothing."""
@@ -132,7 +145,16 @@ class Backend:
         return model
 
     async def prepare(self, wire: ModelWire) -> None:
-        """Start the workers if they do not run yet, and serve the model's newest checkpoint."""
+        """Start the workers if they do not run yet, and serve the model's newest checkpoint.
+
+        Waits for the steps that a kill interrupted: the client sees the one that it sent.
+        """
+        model = await self._serve(wire)
+        for training in self.admission.resumed(model):
+            await training.wait()
+
+    async def _serve(self, wire: ModelWire) -> Model:
+        """Serve the model's newest checkpoint, and start the steps that a kill interrupted."""
         model = await self.register(wire)
         if model is None or not wire.base_model:
             raise BadRequest(
@@ -140,13 +162,14 @@ class Backend:
                 hint="Register an `art.TrainableModel` with a `base_model`",
             )
         await self._start_workers(wire.base_model, wire.section("engine_args"))
-        async with self._preparing:  # a second client waits here until the model is prepared
-            if not model.prepared:
-                await self._prepare(model)
+        if not model.prepared:
+            async with self._preparing:  # a second client waits here until the model is prepared
+                if not model.prepared:
+                    await self._prepare(model)
         self.models.serve(model, wire)
+        return model
 
     async def _prepare(self, model: Model) -> None:
-        """Serve a model's newest checkpoint, and finish the steps that were interrupted, if any."""
         requests = await asyncio.to_thread(model.unfinished)
         async with self.workers.learning, contextlib.AsyncExitStack() as turn:
             if self.workers.takes_turns:
@@ -157,8 +180,7 @@ class Backend:
             await self.workers.load(model, step)
         # No `await` between this line and the start of the steps: no new request overtakes them.
         model.prepared = True
-        for training in [self.admission.start(model, request) for request in requests]:
-            await training.wait()
+        self.admission.resume(model, requests)
 
     async def _start_workers(self, base_model: str, engine_args: Json | None = None) -> None:
         async with self._starting:

@@ -161,6 +161,10 @@ class Models:
         if self.newest is model:
             self.newest = None
 
+    def replaced(self, model: Model) -> bool:
+        """Whether another model has taken the place of this one, which was deleted."""
+        return self._models.get((model.project, model.name), model) is not model
+
     def _remember(self) -> None:
         try:
             replace_text(self._serving, json.dumps(list(self._wires.values())))

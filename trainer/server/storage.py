@@ -55,19 +55,27 @@ class Storage:
             if step < newest and step not in kept and model.path(step).resolve() not in used
         ]
         self._forget(model, chosen)  # first, so that nobody leases a step that is being deleted
-        deleting = self._in_background(self._delete(model, chosen, newest))
+        sampled = [step for step in chosen if model.sampling[step]]
+        if sampled:  # no client waits for the requests of others
+            self._in_background(self._delete(model, sampled, newest))
+        unused = [step for step in chosen if step not in sampled]
+        deleting = self._in_background(self._delete(model, unused, newest))
         await asyncio.wait([deleting], timeout=DELETING_SECONDS)
         if deleting.done() and not deleting.cancelled():
             deleting.result()  # raises what the client can know in time
         return chosen
 
     async def _delete(self, model: Model, steps: list[int], newest: int) -> None:
+        for step in steps:
+            await _unused(model, step)  # an engine that dies meanwhile loads it again
         async with self._changing[model.key]:
             for training in self._admission.steps(model):
                 if training.request.step <= newest:
                     # Until then a power cut would need the checkpoint before it.
                     await training.finished()
                     await training.sync.ended()
+            if self._models.replaced(model):
+                return
             # A pull that ran before may have brought one of them back.
             gone = [step for step in steps if step not in model.steps]
             await asyncio.to_thread(checkpoint.delete, model.checkpoints, gone)
@@ -240,10 +248,15 @@ class Storage:
             logger.warning("old checkpoints are still in the engine or on disk: %s", error)
 
     async def _unload(self, model: Model, step: int) -> None:
-        while model.sampling[step]:
-            await asyncio.sleep(0.1)
+        await _unused(model, step)
         if step not in model.steps:
             await self._workers.unload(model, step)
+
+
+async def _unused(model: Model, step: int) -> None:
+    """Wait until no request samples from a step that is not served any more."""
+    while model.sampling[step]:
+        await asyncio.sleep(0.1)
 
 
 def _forget_ended(leases: dict[str, tuple[int, float]]) -> None:
@@ -253,11 +266,8 @@ def _forget_ended(leases: dict[str, tuple[int, float]]) -> None:
 
 
 def _newest(checkpoints: Path, not_after: int | None, name: str) -> int:
-    steps = [
-        step
-        for step in checkpoint.list_steps(checkpoints)
-        if not_after is None or step <= not_after
-    ]
+    found = checkpoint.list_steps(checkpoints)
+    steps = [step for step in found if not_after is None or step <= not_after]
     if not steps:
         raise NotFound(
             f"Model `{name}` has no checkpoint to fork from",

@@ -129,7 +129,7 @@ class Training:
     async def _run(self) -> None:
         try:
             faults.reached("server-journaled")
-            async with self._workers.learning, self._turn:
+            async with self._workers.steps, self._workers.learning, self._turn:
                 self._check_previous()
                 if self._workers.takes_turns:
                     await self._close_gate()

@@ -46,8 +46,11 @@ class Workers:
     def __init__(self, config: ServerConfig, wrap_engine: WrapEngine | None = None) -> None:
         self.gate = Gate()
         """Closed while the engine cannot sample."""
+        self.steps = asyncio.Lock()
+        """Held by the step that trains: one at a time, in order of admission. A server that was
+        killed holds it until its models are served again, because a step may take long."""
         self.learning = asyncio.Lock()
-        """Held by the step that trains: one at a time, in order of admission."""
+        """Held by the step that trains, and while a model is prepared."""
         self._config = config
         self._wrap_engine = wrap_engine
         self._started: _Started | None = None

@@ -1,6 +1,8 @@
 """`Llm` handles against a loopback endpoint that fails on demand."""
 
+import asyncio
 import json
+import random
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,6 +14,7 @@ import pytest
 from kit.http_clients import HttpClients
 from trainer.errors import LlmRefused, LlmUnavailable
 from trainer.harness import episodes
+from trainer.harness.components import ArtTrainerAdapterConfig
 from trainer.harness.config import LlmConfig
 from trainer.harness.llm import Llms
 from trainer.harness.types import Example, Failure, WorkflowRun
@@ -136,6 +139,44 @@ async def test_only_a_connection_that_takes_too_long_is_tried_again(
         await models.handle("r", "policy").ask("hello")
     assert caught.value.message == message
     assert len(requests) == attempts
+    await models.close()
+
+
+@pytest.mark.parametrize(
+    ("answered", "settings", "seconds"),
+    [
+        (True, {}, ArtTrainerAdapterConfig.model_fields["wait_for_backend"].default),
+        (False, {}, 20),  # its address may be wrong
+        (True, {"max_retries": 3}, 2),
+        (False, {"max_retries": 24}, 120),
+    ],
+)
+async def test_an_endpoint_that_goes_away_is_waited_for_as_long_as_a_backend(
+    monkeypatch: pytest.MonkeyPatch, answered: bool, settings: dict[str, int], seconds: float
+) -> None:
+    now, away = 0.0, not answered
+
+    async def sleep(delay: float) -> None:
+        nonlocal now
+        now += delay
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if away:
+            raise httpx.ConnectError("refused")
+        return httpx.Response(200, json=ANSWER)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(random, "uniform", lambda least, most: least)
+    config = {"_type": "openai", "model_name": "m", "base_url": "http://h/v1", **settings}
+    models = Llms({"policy": LlmConfig.model_validate(config)})
+    transport = httpx.MockTransport(answer)
+    models.endpoints["policy"].http = HttpClients(lambda: httpx.AsyncClient(transport=transport))
+    if answered:
+        assert await models.handle("r", "policy").ask("hello") == "hi"
+        away = True
+    with pytest.raises(LlmUnavailable, match="Cannot reach LLM"):
+        await models.handle("r", "policy").ask("hello")
+    assert seconds <= now < 1.5 * seconds
     await models.close()
 
 

@@ -22,12 +22,14 @@ from tests.unit.harness.sampling_ahead import (
     until,
 )
 from tests.unit.harness.test_trainer import read
-from trainer.errors import NothingToTrainOn, RunFailed
+from trainer.errors import LlmUnavailable, NothingToTrainOn, RunFailed
+from trainer.harness.episodes import wire_groups
 from trainer.harness.off_policy_rules import Limits, straggling_from
 from trainer.harness.types import (
     Example,
     TrainingJobRef,
     TrainingJobStatus,
+    TrajectoryCollection,
     WorkflowRun,
 )
 
@@ -138,25 +140,58 @@ def test_runs_are_stragglers_from_twice_the_median_of_the_others(
 
 
 @pytest.mark.parametrize(
-    ("steps", "live", "idle", "lagging", "starts"),
+    ("steps", "waits", "live", "idle", "lagging", "starts"),
     [
-        (2, 7, 0, 0.0, True),
-        (2, 8, 0, 0.0, False),
-        (2, 8, 0, 0.9, False),  # not a whole group's worth of ended runs
-        (2, 8, 0, 1.0, True),
-        (2, 9, 0, 1.9, False),
-        (2, 9, 0, 2.0, True),
-        (2, 12, 0, 8.0, False),  # at most `oversample` times the groups of two steps
-        (2, 9, 3, 8.0, False),
-        (1, 4, 0, 3.0, False),  # a step trains
-        (1, 3, 0, 0.0, True),
+        (2, True, 7, 0, [], True),
+        (2, True, 8, 0, [], False),
+        (2, True, 8, 0, [0.5, 0.4], False),  # not a whole group's worth of ended runs
+        (2, True, 8, 0, [0.5, 0.5], True),
+        (2, True, 9, 0, [0.9, 1.0], False),
+        (2, True, 9, 0, [0.5] * 4, True),
+        (2, True, 12, 0, [1.0] * 8, False),  # at most `oversample` times the groups of two steps
+        (2, True, 9, 3, [1.0] * 8, False),
+        (1, True, 4, 0, [0.5], True),  # the last step: nothing else could use its group
+        (1, True, 5, 0, [0.5], False),
+        (1, True, 6, 0, [0.5] * 4, False),
+        (1, False, 4, 0, [1.0] * 3, False),  # a step trains
+        (1, False, 3, 0, [], True),
+        (8, False, 32, 0, [0.75] * 4, False),
     ],
 )
 def test_a_group_that_waits_for_stragglers_makes_room_for_another(
-    steps: int, live: int, idle: int, lagging: float, starts: bool
+    steps: int, waits: bool, live: int, idle: int, lagging: list[float], starts: bool
 ) -> None:
     limits = Limits(max_age=1, groups=4, oversample=1.5)
-    assert limits.may_start(steps, live=live, idle=idle, lagging=lagging) is starts
+    found = limits.may_start(steps, waits=waits, live=live, idle=idle, lagging=lagging)
+    assert found is starts
+
+
+@pytest.mark.parametrize(
+    ("epochs", "max_age", "blocked"),
+    [(1, 1, [0, 1]), (4, 1, [6, 7]), (3, 3, [0, 2])],
+    ids=["only step", "last step", "as many steps ahead as there are"],
+)
+async def test_no_straggler_holds_up_the_last_steps(
+    tmp_path: Path, epochs: int, max_age: int, blocked: list[int]
+) -> None:
+    backend = Backend()
+    agent = Agent(backend)
+    made = setup(
+        tmp_path, backend, agent, epochs=epochs, max_steps_off_policy=max_age, oversample=2.0
+    )
+    now = 0.0
+    builder: Any = made.trajectory_builder
+    builder.clock = lambda: now
+    for place in blocked:
+        agent.held[first_examples(made)[place], 1] = asyncio.Event()
+    async with training(made) as task:
+        await until(lambda: bool(builder._run_id))
+        while not task.done():
+            await asyncio.sleep(0.01)
+            now += 10.0
+            builder._more_may_start()  # its timer runs by the real clock
+    assert len(backend.trained) == epochs
+    assert all(row["failures"].keys() <= {"stale"} for row in metrics(tmp_path)), "none timed out"
 
 
 async def test_stragglers_do_not_keep_the_engine_from_other_groups(tmp_path: Path) -> None:
@@ -220,6 +255,104 @@ async def test_nothing_to_train_on_ends_the_run_with_the_reason(tmp_path: Path) 
         await train(made)
     assert backend.trained == []
     assert agent.groups <= 12  # three for each epoch, and three ahead
+
+
+@pytest.mark.parametrize("lost", [1, 2], ids=["one run of each", "all runs"])
+async def test_groups_that_were_lost_while_a_step_trained_do_not_count_for_the_next(
+    tmp_path: Path, lost: int
+) -> None:
+    backend = Backend(quick=False)
+    agent = Agent(backend)
+    made = setup(tmp_path, backend, agent, epochs=4)
+    order = first_examples(made)
+
+    async def workflow(example: Example, llm: Any) -> float:
+        if example.id not in order[:2]:
+            await until(lambda: bool(backend.trained))
+        away = bool(backend.trained) and backend.step == 0  # during the first step
+        if away and int(llm._rollout.id.rpartition("-")[2]) < lost:
+            raise LlmUnavailable("Cannot reach LLM")
+        return await agent(example, llm)
+
+    made.runner._workflow = workflow
+    builder: Any = made.trajectory_builder
+    async with training(made) as task:
+        await until(lambda: bool(backend.trained) and len(builder._finished) == 3)
+        for _ in range(4):
+            backend.finish()
+        await asyncio.wait_for(task, PATIENCE)
+    rows = metrics(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["filtered_groups"] for row in rows] == [2, 2, 2, 2]
+    assert [row["failures"] for row in rows] == [{}, {"workflow_failed": 3 * lost}, {}, {}]
+
+
+async def test_a_workflow_that_always_fails_ends_the_run(tmp_path: Path) -> None:
+    backend = Backend()
+    made = setup(tmp_path, backend, Agent(backend), epochs=9)
+    runs = 0
+
+    async def workflow(example: Example, llm: Any) -> float:
+        nonlocal runs
+        runs += 1
+        raise LlmUnavailable("Cannot reach LLM")
+
+    made.runner._workflow = workflow
+    with pytest.raises(NothingToTrainOn, match=r"in 3 epochs: \d+ runs: workflow_failed"):
+        await train(made)
+    assert runs <= 3 * 2 * 6  # `oversample` times the groups of two steps, in each epoch
+
+
+@pytest.mark.parametrize("trained", [1, 5], ids=["young enough", "too old"])
+async def test_steps_of_another_client_age_the_groups_that_are_waited_with(
+    tmp_path: Path, trained: int
+) -> None:
+    backend = Backend()
+    agent = Agent(backend)
+    made = setup(tmp_path, backend, agent, epochs=1, max_steps_off_policy=2, groups_per_step=3)
+    order = first_examples(made)
+    agent.held[order[2], 0] = asyncio.Event()
+    async with training(made) as task:
+        await settled(agent)
+        backend.step += trained
+        agent.held[order[2], 0].set()
+        await asyncio.wait_for(task, PATIENCE)
+    (row,) = metrics(tmp_path)
+    old = trained > 2
+    assert (row["step"], row["filtered_groups"]) == (trained + 1, 3)
+    assert row["policy_age/max"] == (0 if old else trained)
+    assert row["failures"] == ({"stale": 6} if old else {})
+    assert backend.examples(1) == set(order[3:6] if old else order[:3])
+
+
+async def test_groups_of_the_same_example_are_told_apart(tmp_path: Path) -> None:
+    backend = Backend()
+    made = setup(
+        tmp_path, backend, Agent(backend), epochs=1, examples=2, generations=3, groups_per_step=4
+    )
+    sent: list[Any] = []
+    submit = backend.submit
+
+    async def submit_and_keep(collection: TrajectoryCollection) -> TrainingJobRef:
+        sent.extend(wire_groups(collection))
+        return await submit(collection)
+
+    async def workflow(example: Example, llm: Any) -> float:
+        if "-group-3-" in llm._rollout.id and llm._rollout.id.endswith("-2"):
+            raise ValueError("no tool")
+        return await agent(example, llm)
+
+    backend.submit = submit_and_keep  # type: ignore[method-assign]
+    agent = Agent(backend)
+    made.runner._workflow = workflow
+    await train(made)
+    assert [len(group["trajectories"]) for group in sent] == [3, 3, 3, 2]
+    assert [len(group["exceptions"]) for group in sent] == [0, 0, 0, 1]
+    names = [[one["metadata"]["group"] for one in group["trajectories"]] for group in sent]
+    assert names == [[0] * 3, [1] * 3, [2] * 3, [3] * 2]
+    records = (tmp_path / "runs/epoch_0001.jsonl").read_text().splitlines()
+    rows = [json.loads(record) for record in records]
+    assert len({(row["id"], row["group"], row["generation"]) for row in rows}) == len(rows) == 12
 
 
 async def test_the_curriculum_chooses_among_the_groups_of_a_step(tmp_path: Path) -> None:

@@ -100,3 +100,26 @@ async def test_a_run_that_took_turns_may_go_on_ahead(tmp_path: Path) -> None:
     await train(made)
     assert second.examples(1) == set(first_examples(made)[4:6])
     assert [row["epoch"] for row in metrics(tmp_path)] == [1, 2, 3]
+
+
+async def test_an_interrupted_epoch_that_took_turns_hides_no_used_groups(tmp_path: Path) -> None:
+    first = Backend()
+    agent = Agent(first)
+    made = setup(tmp_path, first, agent, epochs=2)
+    replaced = first_examples(made)[0:4:2]
+    agent.reward = lambda name, generation: float(generation * (name not in replaced))
+    await train(made)
+    assert read(tmp_path, "finetune_state.json")["position"]["next"] == 6
+    turns, second = FakeAdapter(fail_at=1), Backend()
+    turns.step = second.step = first.step
+    trainer = ARTTrainer()
+    await trainer.initialize(
+        context(tmp_path, FakeBuilder(rising), turns, num_epochs=3, resume=True)
+    )
+    await trainer.run(3)
+    assert read(tmp_path, "pending_epoch.json")["position"] is None
+    more = {"epochs": 5, "max_steps_off_policy": 9}  # none is too old
+    await train(setup(tmp_path, second, Agent(second), resume=True, **more))
+    used = {name for step in first.trained for group in step for name in group}
+    assert len(second.trained) == 3
+    assert not used & {name for step in second.trained for group in step for name in group}
