@@ -146,6 +146,18 @@ def test_an_alias_of_the_run_prepared_last_goes_before_a_name_in_another_project
     assert models.find("same") == (alias, 0) and models.find("pb/same") == (own, 0)
 
 
+def test_a_second_kill_forgets_no_model_that_was_not_served_again_yet(tmp_path: Path) -> None:
+    models = Models(tmp_path)
+    one, two = wire("one"), wire("agent", "two")
+    for each in (one, two):
+        served(models, each)
+    restarted = Models(tmp_path)
+    assert len(restarted.to_restore()) == 2
+    served(restarted, one)  # and then it is killed
+    restored = [ModelWire.model_validate(sent) for sent in Models(tmp_path).to_restore()]
+    assert restored == [two, one]
+
+
 @pytest.mark.parametrize(
     "content", ["", "{", "null", "5", '{"a": 1}', "[3]", "\0" * 40, "\xff\xfe"]
 )

@@ -139,6 +139,11 @@ class Models:
             sent = json.loads(self._serving.read_bytes())
             if not isinstance(sent, list) or not all(isinstance(one, dict) for one in sent):
                 raise ValueError("it is not a list of models")
+            # All of them, before one is served again: another kill must not forget the others.
+            self._wires = {
+                f"{one.get('project')}/{one.get('run_name') or one.get('name')}": one
+                for one in sent
+            }
             return sent
         except FileNotFoundError:
             return []
