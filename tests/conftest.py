@@ -25,6 +25,8 @@ _CREDENTIALS = (
 )  # fmt: skip
 # In the background of a shell it is ignored, and so would be a tunnel that a test starts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# In GiB, and enough for tiny models. Up to four vLLMs live at once, besides a cluster on Slurm.
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 # httpx reads every certificate of the world for each client, also for one call on loopback.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 

@@ -70,6 +70,8 @@ class RayHosts:
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": token_for(KEY),
             "OMP_NUM_THREADS": "1",
+            # Ray would end actors because of the memory that other tests use meanwhile.
+            "RAY_memory_monitor_refresh_ms": "0",
             **environment,
         }
         self._temporary = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # sockets need short paths
