@@ -4,6 +4,7 @@
 the order of sums makes a difference.
 """
 
+import itertools
 import json
 import sys
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 import trainer.policy.kernels.fp8 as fp8
+from trainer.engines.in_vllm import decode_kernel
 from trainer.policy.kernels import gated_mlp, lora_swiglu
 from trainer.policy.kernels.split_heads import split_heads
 
@@ -72,6 +74,34 @@ def mlp() -> dict[str, float]:
     return errors
 
 
+def decoding() -> dict[str, float]:
+    """Attention over vLLM's pages, for requests in one segment and in several."""
+    errors = {}
+    decode_kernel.SHORTEST = 64
+    lengths, heads, kv_heads, size, page = [5, 170, 33, 0], 14, 2, 64, 16
+    table = torch.randperm(4 * 11).int().view(4, 11)
+    one = torch.ones(1)
+    for kind, programs in itertools.product((torch.float16, torch.float8_e4m3fn), (1, 8192)):
+        decode_kernel.PROGRAMS = programs
+        fp8 = kind == torch.float8_e4m3fn
+        stored = torch.randn(4 * 11, page, kv_heads, 2 * size).to(kind)
+        cache = stored.transpose(1, 2).view(torch.uint8) if fp8 else stored.transpose(1, 2)
+        q = torch.randn(4, heads, size).to(kind)
+        scales = (one / 4, one / 2, one * 2) if fp8 else (one, one, one)
+        given = (table, torch.tensor(lengths, dtype=torch.int32), size**-0.5, scales, 170)
+        found, exact = torch.full(q.shape, torch.nan), torch.zeros(q.shape)
+        decode_kernel.attend(q, cache, found, *given)
+        for number, length in enumerate(lengths):
+            rows = stored.float()[table[number].long()].flatten(0, 1)[:length]
+            both = rows.repeat_interleave(heads // kv_heads, dim=1).split(size, dim=-1)
+            keys, values = both[0] * scales[1], both[1] * scales[2]
+            scores = torch.einsum("hd,thd->ht", q[number].float() * scales[0], keys)
+            weights = (scores * size**-0.5).softmax(-1)
+            exact[number] = torch.einsum("ht,thd->hd", weights, values)
+        errors[f"decoding {kind} {programs}"] = off(found, exact)
+    return errors
+
+
 def emulated(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, _: torch.dtype) -> Tensor:
     """A scaled fp8 product, which a CPU lacks. Inputs must neither overflow nor vanish in fp8."""
     assert not x.float().isnan().any() and (x.float().abs().amax() > 0.5)
@@ -81,4 +111,4 @@ def emulated(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, _: tor
 if __name__ == "__main__":
     torch.manual_seed(0)
     fp8.scaled_product = gated_mlp.scaled_product = emulated
-    sys.stdout.write(json.dumps({**heads(), **mlp()}) + "\n")
+    sys.stdout.write(json.dumps({**heads(), **mlp(), **decoding()}) + "\n")

@@ -20,8 +20,9 @@ def test_kernels_compute_their_plain_formulas() -> None:
         env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
     ).stdout
     errors = json.loads(output.splitlines()[-1])
-    assert len(errors) == 19
+    assert len(errors) == 23
     for name, error in errors.items():
         # fp8 has three bits of mantissa, so its products are off by a few percent. The interpreter
-        # rounds to fp8 more coarsely than a GPU does.
-        assert error < (0.1 if name.startswith("fp8") else 1e-5), name
+        # rounds to fp8 more coarsely than a GPU does. Decoding weighs values in fp16.
+        bounds = {"fp8": 0.1, "decoding": 1e-3}
+        assert error < bounds.get(name.split()[0], 1e-5), name

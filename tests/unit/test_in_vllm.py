@@ -1,13 +1,16 @@
 """What runs in vLLM's own process, without vLLM."""
 
 import os
-from itertools import chain
+from dataclasses import dataclass
+from itertools import accumulate, chain
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy
 import pytest
+import torch
 
+from trainer.engines.in_vllm.decode_attention import install
 from trainer.engines.in_vllm.held_outputs import MOST, Held, scheduler
 from trainer.engines.in_vllm.start_vllm import in_fork
 
@@ -132,3 +135,111 @@ def test_a_forked_process_answers_or_none_does() -> None:
     assert in_fork(lambda: {"pid": os.getpid()})["pid"] != os.getpid()
     assert in_fork(lambda: 1 // 0) is None
     assert in_fork(dies) is None
+
+
+@dataclass
+class Batch:
+    """Stands for vLLM's metadata of a batch, and for what it is built from."""
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int = 64
+    scheduler_metadata: object = "of the whole batch"
+    max_num_splits: int = 32
+    causal: object = True
+    use_cascade: bool = False
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.seq_lens)
+
+    @property
+    def query_start_loc_cpu(self) -> torch.Tensor:
+        return self.query_start_loc
+
+
+def batch(*lengths: int, **others: Any) -> Batch:
+    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    numbers = torch.arange(len(lengths))
+    return Batch(starts, 50 + numbers, numbers[:, None], sum(lengths), max(lengths), **others)
+
+
+class FlashAttention:
+    """Stands for vLLM's backend: a request's output is its number, negative by vLLM's own kernel."""
+
+    class FlashAttentionMetadataBuilder:
+        def __init__(self, mixed_mode: str = "piecewise", speculative: object = None) -> None:
+            mode = SimpleNamespace(mixed_mode=lambda: mixed_mode)
+            compilation = SimpleNamespace(cudagraph_mode=mode)
+            self.vllm_config = SimpleNamespace(
+                compilation_config=compilation, speculative_config=speculative
+            )
+
+        def build(self, prefix: int, metadata: Batch, fast_build: bool = False) -> Batch:
+            return metadata
+
+    class FlashAttentionImpl:
+        scale = 0.5
+        num_kv_heads = 512
+
+        def forward(self, layer: Any, query: Any, key: Any, value: Any, cache: Any,
+                    attn_metadata: Any, output: Any, output_scale: Any = None) -> Any:  # fmt: skip
+            if attn_metadata is None:
+                return output
+            lengths = attn_metadata.query_start_loc.diff()
+            assert attn_metadata.num_actual_tokens == lengths.sum() == len(output)
+            assert attn_metadata.query_start_loc[0] == 0
+            assert (attn_metadata.scheduler_metadata is None) == hasattr(self, "rest")
+            self.seen = attn_metadata
+            output[:] = -attn_metadata.block_table[:, 0].repeat_interleave(lengths)[:, None]
+            return output
+
+
+def decoded(given: Any, fits: bool = True, **builder: Any) -> tuple[list[float], Any]:
+    """The outputs of a batch's tokens, and the layer that computed them."""
+
+    def attend(q: Any, cache: Any, out: Any, table: Any, lengths: Any, *others: Any) -> None:
+        out[:] = table[: len(out)] + lengths[: len(out), None]
+
+    backend = SimpleNamespace(
+        FlashAttentionMetadataBuilder=type(
+            "Builder", (FlashAttention.FlashAttentionMetadataBuilder,), {}
+        ),
+        FlashAttentionImpl=type("Layer", (FlashAttention.FlashAttentionImpl,), {}),
+    )
+    install(backend, "full", attend, lambda layer: fits)
+    built = backend.FlashAttentionMetadataBuilder(**builder).build(0, given)
+    layer = backend.FlashAttentionImpl()
+    if built.decodes and built.decodes < built.num_reqs:
+        layer.rest = True
+    output = torch.full((given.num_actual_tokens, 1), torch.nan)
+    query = torch.zeros_like(output)
+    scales = SimpleNamespace(_q_scale=1, _k_scale=1, _v_scale=1)
+    layer.forward(scales, query, query, query, None, built, output)
+    return output[:, 0].tolist(), layer
+
+
+def test_requests_that_add_a_token_are_decoded_by_our_kernel() -> None:
+    assert decoded(batch(1, 1, 1))[0] == [50, 52, 54]
+    outputs, layer = decoded(batch(1, 1, 3, 2))
+    assert outputs == [50, 52, -2, -2, -2, -3, -3]
+    assert layer.seen.max_num_splits == 0
+    assert decoded(batch(3, 2))[0] == [0, 0, 0, -1, -1]
+
+
+@pytest.mark.parametrize(
+    "others", [{"causal": False}, {"causal": torch.ones(1)}, {"use_cascade": True}]
+)
+def test_special_attention_stays_with_vllm(others: dict[str, Any]) -> None:
+    assert decoded(batch(1, 1, 1, **others))[0] == [0, -1, -2]
+
+
+def test_what_the_kernel_does_not_fit_stays_with_vllm() -> None:
+    assert decoded(batch(1, 1), fits=False)[0] == [0, -1]
+    assert decoded(batch(1, 1), speculative="drafts")[0] == [0, -1]
+    # A graph of a mixed batch would keep the number of those that decode.
+    assert decoded(batch(1, 1, 2), mixed_mode="full")[0] == [0, -1, -2, -2]
+    assert decoded(batch(1, 1), mixed_mode="full")[0] == [50, 52]
