@@ -33,19 +33,29 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
 
 
-def heads() -> dict[str, float]:
+def normed(x: Tensor, scale: Tensor, eps: float) -> Tensor:
+    return x * (x.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * scale
+
+
+def heads(*, norm: bool) -> dict[str, float]:
     count, kv_count, size = 6, 2, 16
     base, lora = (draw(TOKENS, (count + 2 * kv_count) * size) for _ in range(2))
     angles = torch.randn(TOKENS, size // 2).repeat(1, 2)
     cos, sin = angles.cos(), angles.sin()
-    found = split_heads(base, lora, cos, sin, count, kv_count)
-    parts = (base + lora).view(TOKENS, -1, size).split([count, kv_count, kv_count], dim=1)
-    exact = turned(parts[0], cos, sin), turned(parts[1], cos, sin), parts[2]
+    eps = 0.1  # large enough to be seen in the results
+    norms = (torch.randn(size), torch.randn(size), eps) if norm else ()
+    *found, raw = split_heads(base, lora, cos, sin, count, kv_count, *norms)
+    q, k, v = (base + lora).view(TOKENS, -1, size).split([count, kv_count, kv_count], dim=1)
+    if norm:
+        assert torch.equal(raw, torch.cat([q, k], dim=1))
+        q, k = normed(q, norms[0], eps), normed(k, norms[1], eps)
+    exact = turned(q, cos, sin), turned(k, cos, sin), v
     slopes = [torch.randn_like(it) for it in exact]
     mine = torch.autograd.grad(found, (base, lora), slopes)
     theirs = torch.autograd.grad(exact, (base, lora), slopes)
     errors = [off(a, b) for a, b in zip((*found, *mine), (*exact, *theirs), strict=True)]
-    return {f"heads {number}": error for number, error in enumerate(errors)}
+    name = "normed heads" if norm else "heads"
+    return {f"{name} {number}": error for number, error in enumerate(errors)}
 
 
 def mlp() -> dict[str, float]:
@@ -111,4 +121,5 @@ def emulated(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, _: tor
 if __name__ == "__main__":
     torch.manual_seed(0)
     fp8.scaled_product = gated_mlp.scaled_product = emulated
-    sys.stdout.write(json.dumps({**heads(), **mlp(), **decoding()}) + "\n")
+    errors = {**heads(norm=False), **mlp(), **heads(norm=True), **decoding()}
+    sys.stdout.write(json.dumps(errors) + "\n")

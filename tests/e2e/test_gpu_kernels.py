@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import rms_norm, silu
 
 from trainer.learner.pack import pack
 from trainer.learner.prefix_tree import Sample
@@ -62,18 +62,29 @@ def test_swiglu_between_loras_computes_the_formula(rank: int) -> None:
     assert off(rounded.float() * scales[:, None], mine[0]) < 3e-2
 
 
-def test_heads_are_split_and_rotated_in_both_directions() -> None:
+@pytest.mark.parametrize("norm", [False, True])
+def test_heads_are_split_and_rotated_in_both_directions(norm: bool) -> None:
     from trainer.policy.kernels.split_heads import split_heads
 
     tokens, heads, kv_heads, size = 77, 6, 2, 64
     base, lora = (draw(tokens, (heads + 2 * kv_heads) * size, seed=it) for it in (1, 2))
     angles = torch.randn(tokens, size // 2, device="cuda").repeat(1, 2)
     cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
-    found = split_heads(base, lora, cos, sin, heads, kv_heads)
+    scales = [draw(size, seed=it, dtype=torch.float32).detach() for it in (3, 4)]
+    eps = 0.1  # large enough to be seen in the results
+    norms = (*scales, eps) if norm else ()
+    *found, raw = split_heads(base, lora, cos, sin, heads, kv_heads, *norms)
+    assert raw.shape == (tokens, heads + kv_heads if norm else 0, size)
     wide = [it.detach().double().requires_grad_() for it in (base, lora)]
-    parts = (wide[0] + wide[1]).view(tokens, -1, size).split([heads, kv_heads, kv_heads], dim=1)
+    joined = (wide[0] + wide[1]).view(tokens, -1, size)
+    q, k, v = joined.split([heads, kv_heads, kv_heads], dim=1)
+    if norm:
+        q, k = (
+            rms_norm(it, (size,), scale.double(), eps)
+            for it, scale in zip((q, k), scales, strict=True)
+        )
     turn = cos.double()[:, None], sin.double()[:, None]
-    exact = rotate(parts[0], *turn), rotate(parts[1], *turn), parts[2]
+    exact = rotate(q, *turn), rotate(k, *turn), v
     slopes = [draw(*it.shape, seed=9) for it in found]
     for a, b in zip(found, exact, strict=True):
         assert off(a, b) < 4e-3

@@ -65,7 +65,8 @@ def heads(x: Tensor, attention: Any, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
     linears = [attention.q_proj, attention.k_proj, attention.v_proj]
     shape, size = (*x.shape[:2], -1, attention.head_dim), attention.head_dim
     fused = x.is_cuda and all(map(has_lora, linears)) and hasattr(linears[0], "joined_weight")
-    if fused and attention.q_norm is None and size & (size - 1) == 0:
+    norms = [attention.q_norm, attention.k_norm]
+    if fused and kernel_norms(*norms) and size & (size - 1) == 0:
         from trainer.policy.kernels.split_heads import (
             split_heads,  # needs Triton, which is absent on a CPU
         )
@@ -74,14 +75,23 @@ def heads(x: Tensor, attention: Any, cos: Tensor, sin: Tensor) -> tuple[Tensor, 
         assert lora is not None
         base, lora = base.flatten(0, 1), lora.flatten(0, 1)
         turns = (part.flatten(0, 2) for part in (cos, sin))
-        found = split_heads(base, lora, *turns, attention.num_heads, attention.num_kv_heads)
-        q, k, v = (part.view(shape) for part in found)
+        given = (base, lora, *turns, attention.num_heads, attention.num_kv_heads)
+        scales = [] if norms[0] is None else [*(one.scale for one in norms), norms[0].eps]
+        q, k, v = (part.view(shape) for part in split_heads(*given, *scales)[:3])
         return q, k, v
     q, k, v = (part.view(shape) for part in project(x, linears))
     if attention.q_norm is not None:
         q, k = normed(q, attention.q_norm), normed(k, attention.k_norm)
     # As a view, v would keep the whole product alive until the backward pass.
     return rotate(q, cos, sin), rotate(k, cos, sin), v.contiguous()
+
+
+def kernel_norms(q_norm: Any, k_norm: Any) -> bool:
+    """Whether the kernel that splits heads can norm them. It has no gradient for the scales."""
+    if q_norm is None or k_norm is None:
+        return q_norm is k_norm
+    trained = q_norm.scale.requires_grad or k_norm.scale.requires_grad
+    return bool(q_norm.eps == k_norm.eps and not trained)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, row: RowMask) -> Tensor:
