@@ -13,7 +13,9 @@ from torch.nn.functional import silu
 
 import trainer.policy.kernels.fp8 as fp8
 from trainer.policy.kernels import gated_mlp, lora_swiglu
+from trainer.policy.kernels.copied_keys import copied, summed
 from trainer.policy.kernels.split_heads import split_heads
+from trainer.policy.tree_paths import tree_paths
 
 TOKENS, DIM, INNER, RANK = 70, 48, 208, 4
 
@@ -44,6 +46,23 @@ def heads() -> dict[str, float]:
     theirs = torch.autograd.grad(exact, (base, lora), slopes)
     errors = [off(a, b) for a, b in zip((*found, *mine), (*exact, *theirs), strict=True)]
     return {f"heads {number}": error for number, error in enumerate(errors)}
+
+
+def copies() -> dict[str, float]:
+    """Keys and values on the paths of a tree with two forks, and the sums of their gradients."""
+    ends = [30] * 9 + [24] * 10 + [22] * 3 + [24] * 2 + [30] * 6
+    tree = tree_paths(ends, 64)
+    total = int(tree.counts[1])
+    tokens = tree.tokens[:total]
+    assert sorted(set(tokens.bincount().tolist())) == [1, 3, 5]
+    given = draw(64, 3, 16), draw(64, 3, 16)  # not a power of two
+    found = copied(*given, tokens)
+    exact = [it[tokens.long()] for it in given]
+    slopes = [torch.randn_like(it) for it in exact]
+    mine = summed(*slopes, tree.copies[:total], tree.offsets)
+    theirs = torch.autograd.grad(exact, given, slopes)
+    errors = [off(a, b) for a, b in zip((*found, *mine), (*exact, *theirs), strict=True)]
+    return {f"copies {number}": error for number, error in enumerate(errors)}
 
 
 def mlp() -> dict[str, float]:
@@ -81,4 +100,4 @@ def emulated(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, _: tor
 if __name__ == "__main__":
     torch.manual_seed(0)
     fp8.scaled_product = gated_mlp.scaled_product = emulated
-    sys.stdout.write(json.dumps({**heads(), **mlp()}) + "\n")
+    sys.stdout.write(json.dumps({**heads(), **copies(), **mlp()}) + "\n")
