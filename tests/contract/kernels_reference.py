@@ -15,7 +15,9 @@ from torch.nn.functional import silu
 import trainer.policy.kernels.fp8 as fp8
 from trainer.engines.in_vllm import decode_kernel
 from trainer.policy.kernels import gated_mlp, lora_swiglu
+from trainer.policy.kernels.copied_keys import copied, summed
 from trainer.policy.kernels.split_heads import split_heads
+from trainer.policy.tree_paths import tree_paths
 
 TOKENS, DIM, INNER, RANK = 70, 48, 208, 4
 
@@ -58,6 +60,23 @@ def heads(*, norm: bool) -> dict[str, float]:
     return {f"{name} {number}": error for number, error in enumerate(errors)}
 
 
+def copies() -> dict[str, float]:
+    """Keys and values on the paths of a tree with two forks, and the sums of their gradients."""
+    ends = [30] * 9 + [24] * 10 + [22] * 3 + [24] * 2 + [30] * 6
+    tree = tree_paths(ends, 64)
+    total = int(tree.counts[1])
+    tokens = tree.tokens[:total]
+    assert sorted(set(tokens.bincount().tolist())) == [1, 3, 5]
+    given = draw(64, 3, 16), draw(64, 3, 16)  # not a power of two
+    found = copied(*given, tokens)
+    exact = [it[tokens.long()] for it in given]
+    slopes = [torch.randn_like(it) for it in exact]
+    mine = summed(*slopes, tree.copies[:total], tree.offsets)
+    theirs = torch.autograd.grad(exact, given, slopes)
+    errors = [off(a, b) for a, b in zip((*found, *mine), (*exact, *theirs), strict=True)]
+    return {f"copies {number}": error for number, error in enumerate(errors)}
+
+
 def mlp() -> dict[str, float]:
     """The whole MLP with frozen weights in fp32, and in fp8 with an emulated product."""
     lora_swiglu.CHUNKS = {"forward": 2, "backward": 2}
@@ -87,12 +106,12 @@ def mlp() -> dict[str, float]:
 def decoding() -> dict[str, float]:
     """Attention over vLLM's pages, for requests in one segment and in several."""
     errors = {}
-    decode_kernel.SHORTEST = 64
+    decode_kernel.SHORTEST, decode_kernel.PROGRAMS = 64, 1
     lengths, heads, kv_heads, size, page = [5, 170, 33, 0], 14, 2, 64, 16
     table = torch.randperm(4 * 11).int().view(4, 11)
     one = torch.ones(1)
-    for kind, programs in itertools.product((torch.float16, torch.float8_e4m3fn), (1, 8192)):
-        decode_kernel.PROGRAMS = programs
+    for kind, segments in itertools.product((torch.float16, torch.float8_e4m3fn), (1, 3)):
+        decode_kernel.SEGMENTS = segments
         fp8 = kind == torch.float8_e4m3fn
         stored = torch.randn(4 * 11, page, kv_heads, 2 * size).to(kind)
         cache = stored.transpose(1, 2).view(torch.uint8) if fp8 else stored.transpose(1, 2)
@@ -108,7 +127,7 @@ def decoding() -> dict[str, float]:
             scores = torch.einsum("hd,thd->ht", q[number].float() * scales[0], keys)
             weights = (scores * size**-0.5).softmax(-1)
             exact[number] = torch.einsum("ht,thd->hd", weights, values)
-        errors[f"decoding {kind} {programs}"] = off(found, exact)
+        errors[f"decoding {kind} {segments}"] = off(found, exact)
     return errors
 
 
@@ -121,5 +140,5 @@ def emulated(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, _: tor
 if __name__ == "__main__":
     torch.manual_seed(0)
     fp8.scaled_product = gated_mlp.scaled_product = emulated
-    errors = {**heads(norm=False), **mlp(), **heads(norm=True), **decoding()}
+    errors = {**heads(norm=False), **copies(), **mlp(), **heads(norm=True), **decoding()}
     sys.stdout.write(json.dumps(errors) + "\n")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, silu
 
-from trainer.learner.pack import pack
+from trainer.learner.pack import Row, pack
 from trainer.learner.prefix_tree import Sample
 from trainer.policy.attention import attend
 from trainer.policy.compiled_layer import LARGEST_RANK, rotate, row_mask
@@ -95,24 +95,51 @@ def test_heads_are_split_and_rotated_in_both_directions(norm: bool) -> None:
         assert off(a, b) < 4e-3
 
 
-@pytest.mark.parametrize("kind", ["tree", "separate", "one"])
-def test_flash_attention_follows_the_mask_of_the_tree(kind: str) -> None:
+def sequences(kind: str) -> list[tuple[int, list[int]]]:
+    """Sequences with their groups. The name of the kind says how they share prefixes."""
+    chance = random.Random(0)
+
+    def some(least: int, most: int) -> list[int]:
+        return [chance.randrange(9, 99) for _ in range(chance.randint(least, most))]
+
+    if kind == "one":
+        return [(0, some(512, 512))]
+    if kind == "separate":
+        return [(member, [1 + member, *some(1, 500)]) for member in range(9)]
+    if kind == "few keys":  # two trees with short prompts, and a sequence alone
+        prompts = some(36, 36), some(150, 150)
+        shared = [(member % 2, [*prompts[member % 2], *some(150, 400)]) for member in range(12)]
+        return [*shared, (2, some(300, 300))]
+    if kind == "nested":
+        first, second = some(200, 200), some(130, 130)
+        deep = [(0, [*first, *second, *some(1, 300)]) for _ in range(4)]
+        longest = [*deep[0][1], *some(100, 100)]  # goes on from another sequence
+        return [*deep, (0, longest), *((0, [*first, *some(128, 256)]) for _ in range(6))]
+    return [(0, [*prompt, *some(20, 200)]) for prompt in [some(333, 333)] * 40]
+
+
+@pytest.mark.parametrize("length", [6144, 8192])
+@pytest.mark.parametrize("kind", ["one", "separate", "few keys", "nested", "many keys"])
+def test_flash_attention_follows_the_tree(kind: str, length: int) -> None:
     if not tree_attention.available(torch.device("cuda")):
         pytest.skip("needs a Hopper GPU and FlashAttention 4")
-    chance = random.Random(0)
-    count = 1 if kind == "one" else 9
-    samples = []
-    for member in range(count):
-        group = 0 if kind == "tree" else member
-        prompt = [1 + group] * 333
-        own = [chance.randrange(9, 99) for _ in range(chance.randint(20, 200))]
-        mask = [False] * len(prompt) + [True] * len(own)
-        samples.append(Sample(prompt + own, mask, [0.0] * len(mask), 1.0, 1.0, group, member))
-    (row,) = pack(samples, length=8192)
-    assert bool(row.separate) == (kind != "tree")
-    tokens, length = len(row.tokens), 6144
+    samples = [
+        Sample([*ids, 0], [True] * (len(ids) + 1), [0.0] * (len(ids) + 1), 1.0, 1.0, group, number)
+        for number, (group, ids) in enumerate(sequences(kind))
+    ]
+    (row,) = pack(samples, length=length)
+    assert bool(row.separate) == (kind in ("one", "separate"))
     row = row.to(torch.device("cuda"))
-    tree = tree_mask(row.ends, length, separate=row.separate, device=row.tokens.device)
+    check_attention(row, length, masked=kind == "many keys", copies=not row.separate)
+    if kind == "one":
+        check_attention(row, len(row.tokens), masked=False, copies=False)  # without padding
+
+
+def check_attention(row: Row, length: int, *, masked: bool, copies: bool) -> None:
+    tokens = len(row.tokens)
+    tree = tree_mask(row.ends, length, device=row.tokens.device)
+    segments, keys = tree.paths.counts.tolist()
+    assert (segments == 0) == masked and (keys > length) == (copies and not masked)
     mask = row_mask(tree, torch.bfloat16, 128).mask
     given = [draw(1, length, heads, 128, seed=heads) for heads in (8, 2)]
     given.append(draw(1, length, 2, 128, seed=5))

@@ -11,6 +11,7 @@ from trainer.learner import warm_up
 from trainer.learner.gradient import row_logprobs
 from trainer.policy.compiled import CompiledLayers
 from trainer.policy.model import load_model
+from trainer.policy.tree_paths import tree_paths
 
 # Tracing imports modules of torch that emit deprecation warnings.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -39,7 +40,9 @@ def test_the_first_step_compiles_nothing_more(monkeypatch: pytest.MonkeyPatch) -
     assert len(compiled) == ahead
 
 
-def test_rows_that_share_and_rows_that_do_not() -> None:
-    shared, separate = warm_up.rows(4096)
-    assert not shared.separate and len(separate.separate) == 2
-    assert {row.capacity for row in (shared, separate)} == {4096}
+def test_rows_for_each_kind_of_attention() -> None:
+    rows = little, much, nothing = warm_up.rows(4096)
+    assert {row.capacity for row in rows} == {4096}
+    assert not little.separate and not much.separate and len(nothing.separate) == 2
+    counts = [tree_paths(row.ends, 4096).counts.tolist() for row in rows]
+    assert counts == [[4, 4096 + 2 * 64], [0, 0], [3, 4096]]

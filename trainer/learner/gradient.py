@@ -204,7 +204,7 @@ def row_logprobs(policy: Policy, row: Row, *, chunk: int | None = None) -> tuple
         mask = row.attention_mask()
     else:
         length = policy.compiled.lengths.fit(row.capacity)
-        mask = tree_mask(row.ends, length, separate=row.separate, device=tokens.device)
+        mask = tree_mask(row.ends, length, device=tokens.device)
         tokens, positions = (pad(part, (0, length - len(part))) for part in (tokens, positions))
     return policy.logprobs(
         tokens[None],

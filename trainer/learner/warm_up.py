@@ -16,6 +16,7 @@ from trainer.learner.pack import Row, pack
 from trainer.learner.prefix_tree import Sample
 from trainer.policy.compiled import CompiledLayers
 from trainer.policy.model import load_model
+from trainer.policy.tree_paths import KEYS_PER_TOKEN
 
 logger = logging.getLogger(__name__)
 LENGTHS = (2048, 4096, 6144, 8192)
@@ -45,13 +46,16 @@ def warm_up(
 
 
 def rows(length: int) -> list[Row]:
-    """A row whose sequences share a prompt, and one whose sequences share nothing."""
+    """Rows for each kind of attention: sharing little, sharing much, and sharing nothing."""
 
     def sample(prompt: list[int], own: int, number: int, group: int) -> Sample:
         ids = prompt + [number] * own
         mask = [False] * len(prompt) + [True] * own
         return Sample(ids, mask, [0.0] * len(ids), 1.0, 1.0, group=group, trajectory=number)
 
-    together = [sample([1] * 64, 64, number, group=0) for number in (2, 3)]
-    apart = [sample([number], 127, number, group=number) for number in (2, 3)]
-    return [row for samples in (together, apart) for row in pack(samples, length=length)]
+    little = [sample([1] * 64, 64, number, group=0) for number in (2, 3)]
+    # So many copies of the prompt are too many, so that this row keeps the mask.
+    numbers = range(2, 2 + 2 * KEYS_PER_TOKEN)
+    much = [sample([1] * (length // 2), 64, number, group=0) for number in numbers]
+    nothing = [sample([number], 127, number, group=number) for number in (2, 3)]
+    return [row for samples in (little, much, nothing) for row in pack(samples, length=length)]

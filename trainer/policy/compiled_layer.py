@@ -28,7 +28,7 @@ JOINED = (("attn.q_proj", "attn.k_proj", "attn.v_proj"), ("mlp.w1", "mlp.w3"))
 class RowMask(NamedTuple):
     """The mask of a row and, for flex attention, its tile sizes."""
 
-    mask: BlockMask | Tensor | tuple[Tensor, Tensor, Tensor, list[Tensor], list[Tensor]]
+    mask: BlockMask | Tensor | tuple[Tensor, list[Tensor], Tensor, list[Tensor], list[Tensor]]
     tiles: Any
 
 
@@ -41,9 +41,8 @@ def row_mask(tree: TreeMask, dtype: torch.dtype, head_dim: int) -> RowMask:
         return RowMask(((at <= at[:, None]) & (at[:, None] < tree.ends))[None], None)
     fits = dtype == torch.bfloat16 and head_dim == tree_attention.HEAD_DIM
     if fits and tree_attention.available(device):
-        return RowMask(
-            (tree.ends, tree.starts, tree.separate, tree.by_query(), tree.by_key()), None
-        )
+        *paths, counts = tree.paths
+        return RowMask((tree.ends, paths, counts, tree.by_query(), tree.by_key()), None)
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     if not hopper or head_dim > 128 or dtype != torch.bfloat16:
         return RowMask(tree.blocks, None)

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from trainer.policy.tree_paths import TreePaths, tree_paths
+
 CPU = torch.device("cpu")
 BLOCK = 128
 SHORTEST = 2048
@@ -43,9 +45,7 @@ class TreeMask:
 
     blocks: BlockMask
     ends: Tensor  # [T]
-    starts: Tensor  # [T + 1] starts of the sequences and the end of the last one, then zeros
-    separate: Tensor
-    """[2] on the CPU: number of separate sequences and their longest length; 0 if any share."""
+    paths: TreePaths
 
     def by_query(self) -> list[Tensor]:
         """Counts and numbers of the key blocks that each query block sees in part, then in full."""
@@ -62,18 +62,12 @@ def tree_mask(
     ends: Sequence[int] | NDArray[np.int64],  # [T] end of the subtree of each token's segment
     length: int,
     *,
-    separate: Sequence[int] = (),
     device: torch.device = CPU,
 ) -> TreeMask:
-    """Build the mask of a row padded to `length`, a multiple of BLOCK. Padding sees only itself.
+    """Build the mask of a row padded to `length`, a multiple of BLOCK. Padding sees only padding.
 
-    `separate` holds the lengths of the sequences if none of them share tokens; padding becomes one
-    more. The mask is built on the CPU and sent to `device` without waiting for work running there.
+    The mask is built on the CPU and sent to `device` without waiting for work running there.
     """
-    lengths = [*separate, length - len(ends)] if separate and length > len(ends) else list(separate)
-    bounds = torch.zeros(length + 1, dtype=torch.int32)
-    bounds[1 : len(lengths) + 1] = torch.tensor(lengths, dtype=torch.int32).cumsum(0)
-    count_and_longest = torch.tensor([len(lengths), max(lengths, default=0)])
     padded = torch.arange(1, length + 1, dtype=torch.int32)
     padded[: len(ends)] = torch.as_tensor(ends)
     by_block = padded.view(-1, BLOCK)
@@ -96,7 +90,9 @@ def tree_mask(
     by_query, by_key = lists[:4], lists[4:]
     sizes = {"BLOCK_SIZE": (BLOCK, BLOCK), "mask_mod": visible}
     mask = BlockMask((length, length), *by_query, *by_key, **sizes)  # type: ignore[arg-type]
-    return TreeMask(mask, device_ends, _to_device(bounds, device), count_and_longest)
+    *numbers, counts = tree_paths(ends, length)
+    paths = TreePaths._make([*(_to_device(part, device) for part in numbers), counts])
+    return TreeMask(mask, device_ends, paths)
 
 
 def _marked(blocks: Tensor) -> tuple[Tensor, Tensor]:

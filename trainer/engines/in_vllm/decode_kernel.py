@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 SHORTEST = 1024  # tokens of a segment, unless a request has fewer
-MOST = 32  # segments of a request
-PROGRAMS = 8192  # segments are added while there are fewer programs than this
+SEGMENTS = 4  # of a request at most, so that a long one does not hold the others for long
+PROGRAMS = 4096  # fewer requests have more segments
 LOG2E = 1.4426950408889634
 ROWS = tl.constexpr(16)  # query heads of a key head, at most: the smallest tile of a product
 FP8 = (torch.uint8, torch.float8_e4m3fn)
@@ -192,8 +192,8 @@ def attend(
     fp8 = kv.dtype in FP8
     if fp8:
         kv = kv.view(torch.int16)
-    splits = PROGRAMS // (count * kv_heads)
-    splits = max(1, min(splits, MOST, triton.cdiv(longest, SHORTEST)))
+    splits = max(SEGMENTS, PROGRAMS // (count * kv_heads))
+    splits = min(splits, triton.cdiv(longest, SHORTEST))
     parts = sums = out  # unused
     if splits > 1:
         parts = torch.empty(count, splits, heads, size, dtype=torch.float32, device=q.device)
