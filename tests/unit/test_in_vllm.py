@@ -168,7 +168,7 @@ def batch(*lengths: int, **others: Any) -> Batch:
 
 
 class FlashAttention:
-    """Stands for vLLM's backend: a request's output is its number, negative by vLLM's own kernel."""
+    """Stands for vLLM's backend: it answers with a request's number, made negative."""
 
     class FlashAttentionMetadataBuilder:
         def __init__(self, mixed_mode: str = "piecewise", speculative: object = None) -> None:
