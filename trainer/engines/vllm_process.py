@@ -14,9 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
-import httpx
-
-from kit.http_clients import HttpClients
+from kit.http_client import ConnectionFailed, HttpClient, Response, ResponseTimeout
 from kit.types import Json
 from trainer.engines import vllm_log
 from trainer.errors import BadRequest, NotFound, TrainerError, WorkerDied
@@ -43,7 +41,7 @@ class VllmProcess:
         self._ended = self._stopped = False
         self._log_start = 0
         self._directory: Path | None = None
-        self._client = HttpClients(httpx.AsyncClient)
+        self._client = HttpClient()
         self.asleep = False
         self.flat = False
         """Whether this vLLM has the route of `in_vllm`."""
@@ -69,18 +67,11 @@ class VllmProcess:
         # A temporary directory, because a socket's path can have at most 107 bytes.
         self._directory = Path(tempfile.mkdtemp(prefix="art-vllm-"))
         socket = self._directory / "api"
-        self._client = HttpClients(
-            lambda: httpx.AsyncClient(
-                # Without TLS, so it need not read every certificate of the world.
-                transport=httpx.AsyncHTTPTransport(uds=str(socket), verify=False),
-                base_url="http://vllm",
-                timeout=httpx.Timeout(None),
-            )
-        )
+        self._client = HttpClient(socket=socket)
         try:
             await self._launch(arguments(socket), environment)
             await self._wait_until_ready(reserved)
-            self.flat = (await self._client.request("GET", FLAT)).status_code == 405
+            self.flat = (await self._client.request("GET", FLAT)).status == 405
             if not self.flat:
                 logger.warning("vLLM has no `%s`, so it answers more slowly; see its log", FLAT)
         except BaseException:
@@ -161,11 +152,11 @@ class VllmProcess:
         if not self.running:
             raise self.died()
         try:
-            response = await self._client.request("POST", path, json=body)
-        except httpx.TransportError as error:
-            await self._fail(f"{type(error).__name__} {error}")
+            response = await self._client.request("POST", path, body)
+        except ConnectionFailed as error:
+            await self._fail(str(error))
         await self._check(response)
-        if not response.headers.get("content-type", "").startswith("application/json"):
+        if response.content_type != "application/json":
             return {}  # the response to loading a LoRA is plain text
         result: Json = large_json.parse(response.content)
         return result
@@ -175,30 +166,30 @@ class VllmProcess:
         if not self.running:
             raise self.died()
         try:
-            async with self._client.stream("POST", path, json=body) as response:
-                await self._check(response)
-                async for line in _lines(response.aiter_bytes()):
+            async with self._client.stream("POST", path, body) as response:
+                if response.status != 200:
+                    await self._check(await response.whole())
+                async for line in _lines(response.parts()):
                     if not line.startswith(b"data: {"):
                         continue
                     event = json.loads(line[len(b"data: ") :])
                     if error := event.get("error"):
                         await self._fail(str(error.get("message", error)))
                     yield event
-        except httpx.TransportError as error:
-            await self._fail(f"{type(error).__name__} {error}")
+        except ConnectionFailed as error:
+            await self._fail(str(error))
 
-    async def _check(self, response: httpx.Response) -> None:
+    async def _check(self, response: Response) -> None:
         """Raise the error that a response reports, if any."""
-        if response.status_code == 200:
+        if response.status == 200:
             return
-        await response.aread()
         try:
             message = str(response.json()["error"]["message"])
         except (ValueError, KeyError, TypeError):
-            message = response.text.strip() or f"status {response.status_code}"
-        if response.status_code == 404:
+            message = response.text.strip() or f"status {response.status}"
+        if response.status == 404:
             raise NotFound(f"vLLM: {message}")
-        if response.status_code < 500:
+        if response.status < 500:
             raise BadRequest(f"vLLM: {message}")
         await self._fail(message)
 
@@ -244,9 +235,9 @@ class VllmProcess:
 
     async def _healthy(self) -> bool:
         try:
-            answer = await self._client.request("GET", "/health", timeout=5)
-            return answer.status_code == 200
-        except httpx.TransportError:
+            answer = await self._client.request("GET", "/health", within=5)
+            return answer.status == 200
+        except (ConnectionFailed, ResponseTimeout):
             return False
 
     def _lines(self) -> list[str]:

@@ -10,13 +10,10 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-import httpx
-
-from kit.http_clients import HttpClients
+from kit.http_client import ConnectionFailed, HttpClient, Response, ResponseTimeout
 from kit.types import Json
 from trainer.client.rollouts import NOTHING_SAMPLED
 from trainer.errors import LlmRefused, LlmUnavailable
@@ -28,6 +25,7 @@ from trainer.processes import large_json
 # that stops answering (`wait_for_backend`): a run outlives a restart that the training outlives.
 LONGEST_WAIT_S = 8.0
 JITTER = (0.75, 1.0)
+CONNECT_S = 10.0
 FIRST_RETRIES = 8  # half a minute: an endpoint that never answered may have a wrong address
 FUNCTION_MARK = "~"  # separates the rollout's id, the LLM's name and the function's name
 
@@ -45,13 +43,11 @@ class Endpoint:
         self.ask_for_logprobs = True
         """Whether `Llm.chat` asks for logprobs. Training needs them; some endpoints refuse them."""
         key = config.api_key.get_secret_value()
-        create = partial(
-            httpx.AsyncClient,
+        self.http = HttpClient(
             headers={"Authorization": f"Bearer {key}"},
-            timeout=httpx.Timeout(config.request_timeout, connect=10),
-            verify=httpx.create_ssl_context(),  # once, because it takes long
+            connect_timeout=CONNECT_S,
+            read_timeout=config.request_timeout,
         )
-        self.http = HttpClients(create)
 
     @property
     def root(self) -> str:
@@ -72,7 +68,7 @@ class Endpoint:
             response = await self.http.request("GET", f"{self.root}/rollouts/probe")
             self.reached = True
             self.records = NOTHING_SAMPLED in response.text
-        except httpx.HTTPError:
+        except (ConnectionFailed, ResponseTimeout):
             self.records = False
 
     async def recorded(self, rollout: str, function: str | None) -> list[Completion]:
@@ -112,22 +108,21 @@ class Endpoint:
                 wait = min(LONGEST_WAIT_S, 0.2 * 2**attempt)
                 await asyncio.sleep(wait * random.uniform(*JITTER))
             try:
-                response = await self.http.request(method, url, json=body)
-            except (httpx.ReadTimeout, httpx.WriteTimeout) as exc:
+                response = await self.http.request(method, url, body)
+            except ResponseTimeout as exc:
                 raise LlmUnavailable(
                     f"LLM `{self.name}` did not answer within {self.config.request_timeout:g} s"
                 ) from exc
-            except httpx.TransportError as exc:  # also if connecting takes too long
-                reason = str(exc) or type(exc).__name__  # timeouts of httpx have no message
-                problem = f"Cannot reach LLM `{self.name}` at `{self.root}`: {reason}"
+            except ConnectionFailed as exc:
+                problem = f"Cannot reach LLM `{self.name}` at `{self.root}`: {exc}"
                 continue
             self.reached = True
-            if response.status_code in (429, 502, 503):
-                problem = f"LLM `{self.name}` answered {response.status_code}"
+            if response.status in (429, 502, 503):
+                problem = f"LLM `{self.name}` answered {response.status}"
                 continue
-            if response.is_error:
+            if response.status >= 400:
                 raise LlmRefused(
-                    f"LLM `{self.name}` answered {response.status_code}: {_error_text(response)}"
+                    f"LLM `{self.name}` answered {response.status}: {_error_text(response)}"
                 )
             answer: Json = large_json.parse(response.content)
             return answer
@@ -144,7 +139,7 @@ def _prompt_tokens(answer: Json) -> int:
     return count if isinstance(count, int) else 0
 
 
-def _error_text(response: httpx.Response) -> str:
+def _error_text(response: Response) -> str:
     try:
         return str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):

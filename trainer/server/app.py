@@ -78,15 +78,17 @@ def create_app(config: ServerConfig, backend: Backend) -> FastAPI:
             allow_headers=["*"],
             expose_headers=[HEADER],
         )
+    # The first routes are found soonest: those of rollouts, which a step calls a thousand times.
+    samplers = [api.routes(backend) for api in (openai, completions, responses, messages)]
+    for router in samplers:
+        app.include_router(router, prefix="/rollouts/{rollout}")
+    for router in samplers:
+        app.include_router(router)
     app.include_router(page.router)
     training = [Depends(refuse_training(config.checkpoint))] if config.checkpoint else []
     app.include_router(art.routes(backend), dependencies=training)
     app.include_router(preview.routes(backend), dependencies=training)
     app.include_router(rollouts.routes(backend))
-    for api in (openai, completions, responses, messages):
-        router = api.routes(backend)
-        app.include_router(router)
-        app.include_router(router, prefix="/rollouts/{rollout}")
     return app
 
 

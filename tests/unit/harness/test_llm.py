@@ -8,10 +8,9 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-import httpx
 import pytest
 
-from kit.http_clients import HttpClients
+from kit.http_client import ConnectionFailed, Response, ResponseTimeout
 from trainer.errors import LlmRefused, LlmUnavailable
 from trainer.harness import episodes
 from trainer.harness.components import ArtTrainerAdapterConfig
@@ -114,32 +113,39 @@ async def test_an_unavailable_or_refusing_endpoint_is_an_error(endpoint: Endpoin
     await unreachable.close()
 
 
+class Failing:
+    """A client whose requests fail with `error`, if there is one."""
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+        self.requests = 0
+
+    async def request(self, *arguments: Any) -> Response:
+        self.requests += 1
+        if self.error:
+            raise self.error
+        return Response(200, json.dumps(ANSWER).encode(), "application/json")
+
+    async def aclose(self) -> None: ...
+
+
 @pytest.mark.parametrize(
     ("error", "attempts", "message"),
     [
-        (httpx.ConnectTimeout, 2, "Cannot reach LLM `policy` at `http://h`: ConnectTimeout"),
-        (httpx.PoolTimeout, 2, "Cannot reach LLM `policy` at `http://h`: PoolTimeout"),
-        (httpx.ReadTimeout, 1, "LLM `policy` did not answer within 600 s"),
-        (httpx.WriteTimeout, 1, "LLM `policy` did not answer within 600 s"),
+        (ConnectionFailed("refused"), 2, "Cannot reach LLM `policy` at `http://h`: refused"),
+        (ResponseTimeout(), 1, "LLM `policy` did not answer within 600 s"),
     ],
 )
-async def test_only_a_connection_that_takes_too_long_is_tried_again(
-    error: type[httpx.TimeoutException], attempts: int, message: str
+async def test_only_a_connection_that_fails_is_tried_again(
+    error: Exception, attempts: int, message: str
 ) -> None:
-    requests = []
-
-    def fail(request: httpx.Request) -> httpx.Response:
-        requests.append(request)
-        raise error("")
-
     models = llms("http://h/v1", max_retries=1)
-    transport = httpx.MockTransport(fail)
-    models.endpoints["policy"].http = HttpClients(lambda: httpx.AsyncClient(transport=transport))
+    client: Any = Failing(error)
+    models.endpoints["policy"].http = client
     with pytest.raises(LlmUnavailable) as caught:
         await models.handle("r", "policy").ask("hello")
     assert caught.value.message == message
-    assert len(requests) == attempts
-    await models.close()
+    assert client.requests == attempts
 
 
 @pytest.mark.parametrize(
@@ -154,26 +160,21 @@ async def test_only_a_connection_that_takes_too_long_is_tried_again(
 async def test_an_endpoint_that_goes_away_is_waited_for_as_long_as_a_backend(
     monkeypatch: pytest.MonkeyPatch, answered: bool, settings: dict[str, int], seconds: float
 ) -> None:
-    now, away = 0.0, not answered
+    now = 0.0
 
     async def sleep(delay: float) -> None:
         nonlocal now
         now += delay
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        if away:
-            raise httpx.ConnectError("refused")
-        return httpx.Response(200, json=ANSWER)
-
     monkeypatch.setattr(asyncio, "sleep", sleep)
     monkeypatch.setattr(random, "uniform", lambda least, most: least)
     config = {"_type": "openai", "model_name": "m", "base_url": "http://h/v1", **settings}
     models = Llms({"policy": LlmConfig.model_validate(config)})
-    transport = httpx.MockTransport(answer)
-    models.endpoints["policy"].http = HttpClients(lambda: httpx.AsyncClient(transport=transport))
+    client: Any = Failing(None)
+    models.endpoints["policy"].http = client
     if answered:
         assert await models.handle("r", "policy").ask("hello") == "hi"
-        away = True
+    client.error = ConnectionFailed("refused")
     with pytest.raises(LlmUnavailable, match="Cannot reach LLM"):
         await models.handle("r", "policy").ask("hello")
     assert seconds <= now < 1.5 * seconds

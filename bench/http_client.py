@@ -1,6 +1,6 @@
 """Compares ways to send many requests at once: their cost for the program that sends them.
 
-    python bench/http_clients.py [--at-once 16 64 256] [--requests 768] [--write]
+    python bench/http_client.py [--at-once 16 64 256] [--requests 768] [--write]
 
 A server in another process answers each request after a moment with 30 kB of JSON, as the gateway
 answers a chat with log probabilities. The client's processor time per request is what an agent's
@@ -25,7 +25,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench.report import Table, machine, write_report
-from kit.http_clients import HttpClients
+from kit.http_client import HttpClient
 
 Send = Callable[[], Awaitable[Any]]
 PACKAGES = ("httpx", "httpcore", "aiohttp")
@@ -58,10 +58,25 @@ async def one_client(stack: AsyncExitStack, url: str) -> Send:
 
 
 async def many_clients(stack: AsyncExitStack, url: str) -> Send:
+    """A client for each request, which later requests use again."""
     context = httpx.create_ssl_context()
-    clients = HttpClients(lambda: httpx.AsyncClient(timeout=None, verify=context))
-    stack.push_async_callback(clients.aclose)
-    return lambda: clients.request("GET", url)
+    idle: list[httpx.AsyncClient] = []
+
+    async def send() -> None:
+        if not idle:
+            client = httpx.AsyncClient(timeout=None, verify=context)
+            idle.append(await stack.enter_async_context(client))
+        client = idle.pop()
+        await client.get(url)
+        idle.append(client)
+
+    return send
+
+
+async def ours(stack: AsyncExitStack, url: str) -> Send:
+    client = HttpClient()
+    stack.push_async_callback(client.aclose)
+    return lambda: client.request("GET", url)
 
 
 async def with_aiohttp(stack: AsyncExitStack, url: str) -> Send:
@@ -78,8 +93,9 @@ async def with_aiohttp(stack: AsyncExitStack, url: str) -> Send:
 
 WAYS = {
     "httpx, one client": one_client,
-    "httpx, a client per request (ours)": many_clients,
+    "httpx, a client per request": many_clients,
     "aiohttp": with_aiohttp,
+    "ours, on aiohttp": ours,
 }
 
 
@@ -103,7 +119,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--at-once", type=int, nargs="+", default=[16, 64, 256])
     parser.add_argument("--requests", type=int, default=768)
-    parser.add_argument("--write", action="store_true", help="write bench/results/http_clients.md")
+    parser.add_argument("--write", action="store_true", help="write bench/results/http_client.md")
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
     listening: Any = multiprocessing.Queue()
@@ -127,7 +143,7 @@ def main() -> None:
     )
     print(f"{what}\n\n{table}\n\n{machine(load, PACKAGES)}")
     if arguments.write:
-        write_report("http_clients", what, table, load, packages=PACKAGES)
+        write_report("http_client", what, table, load, packages=PACKAGES)
 
 
 if __name__ == "__main__":
