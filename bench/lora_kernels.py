@@ -1,9 +1,11 @@
-"""Compares vLLM's own settings for its LoRA kernels with those in `in_vllm/tuned`, on this GPU.
+"""Compares vLLM's LoRA kernels with its own settings, with those in `in_vllm/tuned`, and our kernels.
 
     python bench/lora_kernels.py [--write]      # where vLLM and the GPU are
 
 The table shows the microseconds of all LoRA kernels of one layer while `requests` requests decode,
-and how far the results differ, relative to the largest. vLLM finds the settings by the GPU's name.
+and how far the results differ from vLLM's own, relative to the largest. vLLM finds the settings by
+the GPU's name. It uses its kernels for long prompts, and ours (`in_vllm/lora_kernel.py`) for the
+rest.
 """
 
 import argparse
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "trainer/engines/in_vllm")]
 
 from bench.report import Table, write_report  # noqa: E402
 from bench.shapes import QWEN3_4B, QWEN25_7B, Config  # noqa: E402
@@ -43,8 +45,11 @@ def products(config: Config) -> list[tuple[int, list[int]]]:
     ]
 
 
-def layer(config: Config, rank: int, requests: int) -> tuple[Callable[[], None], list[Any]]:
-    """Return what runs all LoRA kernels of a layer, and where their results are."""
+def layer(
+    config: Config, rank: int, requests: int
+) -> tuple[Callable[[], None], Callable[[], None], list[Any]]:
+    """Return what runs all LoRA kernels of a layer, vLLM's and ours, and where their results are."""
+    from lora_kernel import add_lora
     from vllm.lora.ops.triton_ops import lora_expand, lora_shrink
     from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
 
@@ -68,7 +73,11 @@ def layer(config: Config, rank: int, requests: int) -> tuple[Callable[[], None],
             lora_shrink(x, down, low, *arguments, 1.0)
             lora_expand(low, up, result, *arguments, offset_start=0, add_inputs=True)
 
-    return run, results
+    def run_ours() -> None:
+        for x, down, _, up, result in calls:
+            add_lora(result, x, down, up, meta.token_lora_mapping, 1.0)
+
+    return run, run_ours, results
 
 
 def microseconds(run: Callable[[], None]) -> float:
@@ -117,17 +126,22 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write bench/results/lora_kernels.md")
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
-    table = Table(["shape", "requests", "vLLM's own us", "ours us", "saved", "largest difference"])
+    table = Table(
+        ["shape", "requests", "vLLM's own us", "tuned us", "ours us", "saved", "difference"]
+    )
     for title, config, rank, requests in CASES:
-        run, results = layer(config, rank, requests)
+        run, run_ours, results = layer(config, rank, requests)
         times, found = [], []
-        for tuned in (False, True):
+        for tuned, kernels in ((False, run), (True, run), (True, run_ours)):
             use(tuned)
-            found.append(once(run, results))
-            times.append(microseconds(run))
-        pairs = list(zip(*found, strict=True))
-        difference = max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
-        saved = f"{1 - times[1] / times[0]:.0%}"
+            found.append(once(kernels, results))
+            times.append(microseconds(kernels))
+        difference = max(
+            float((other - own).abs().max() / own.abs().max())
+            for others in found[1:]
+            for own, other in zip(found[0], others, strict=True)
+        )
+        saved = f"{1 - times[2] / times[0]:.0%}"
         shown = [f"{time:.1f}" for time in times]
         table.add([title, str(requests), *shown, saved, f"{difference:.4f}"])
     what = f"All LoRA kernels of one layer on an {torch.cuda.get_device_name()}"

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 import trainer.policy.kernels.fp8 as fp8
-from trainer.engines.in_vllm import decode_kernel
+from trainer.engines.in_vllm import decode_kernel, lora_kernel, sampling_kernel
 from trainer.policy.kernels import gated_mlp, lora_swiglu
 from trainer.policy.kernels.copied_keys import copied, summed
 from trainer.policy.kernels.split_heads import split_heads
@@ -131,6 +131,58 @@ def decoding() -> dict[str, float]:
     return errors
 
 
+def loras() -> dict[str, float]:
+    """LoRAs of tokens that use one of two or none, for joined layers with one to three outputs."""
+    errors = {}
+    tokens, width, rank = 50, 300, 12
+    for outputs in ([90], [200, 200], [300, 70, 70]):
+        x, y = torch.randn(tokens, width), torch.randn(tokens, sum(outputs))
+        a = [torch.randn(2, 1, rank, width) / width**0.5 for _ in outputs]
+        b = [torch.randn(2, 1, count, rank) for count in outputs]
+        mapping = torch.randint(-1, 2, (tokens,), dtype=torch.int32)
+        mapping[:20] = 1  # a tile with a single LoRA
+        exact = y.clone()
+        for row, number in enumerate(mapping.tolist()):
+            if number >= 0:
+                parts = [(x[row] @ one[number, 0].T) for one in a]
+                ups = (low @ one[number, 0].T for low, one in zip(parts, b, strict=True))
+                exact[row] += 0.5 * torch.cat([*ups])
+        lora_kernel.add_lora(y, x, a, b, mapping, 0.5)
+        errors[f"loras {len(outputs)}"] = off(y, exact)
+    return errors
+
+
+def sampling() -> dict[str, float]:
+    """Logprobs, the likeliest word, and how far the words drawn are from their distribution."""
+    sampling_kernel.PART = 16
+    rows, words, impossible = 600, 40, 5
+    logits = torch.randn(words).repeat(rows, 1)
+    logits[:, impossible] = -torch.inf
+    few, tokens = logits[:20], torch.randint(impossible + 1, words, (20, 3))
+    found = sampling_kernel.logprobs(few, tokens)
+    errors = {"logprobs": off(found, few.log_softmax(-1).gather(1, tokens))}
+    broken = few.clone()
+    broken[:, 30] = torch.nan
+    assert sampling_kernel.logprobs(broken, tokens).isnan().all()
+    requests, seeds = torch.arange(rows, dtype=torch.int32) % 8, torch.arange(8) * 77 + 2**40
+    temperatures = torch.ones(8)
+    temperatures[3] = 0
+    given = (temperatures, seeds)
+    positions = torch.arange(rows)
+    drawn = sampling_kernel.sample(logits, requests, *given, positions)
+    again = sampling_kernel.sample(few, requests[:20], *given, positions[:20])
+    assert torch.equal(drawn[:20], again)
+    assert (drawn[requests == 3] == logits[0].argmax()).all()
+    counts = drawn[requests != 3].bincount(minlength=words).float()
+    assert counts[impossible] == 0
+    expected = counts.sum() * logits[0].softmax(-1)
+    likely = expected > 0
+    squares = (counts - expected)[likely].square() / expected[likely]
+    # Chi-squared with 38 degrees of freedom: above 80 in one of 10,000 cases.
+    errors["sampling is off by"] = float(squares.sum() > 80)
+    return errors
+
+
 def emulated(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, _: torch.dtype) -> Tensor:
     """A scaled fp8 product, which a CPU lacks. Inputs must neither overflow nor vanish in fp8."""
     assert not x.float().isnan().any() and (x.float().abs().amax() > 0.5)
@@ -140,5 +192,13 @@ def emulated(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, _: tor
 if __name__ == "__main__":
     torch.manual_seed(0)
     fp8.scaled_product = gated_mlp.scaled_product = emulated
-    errors = {**heads(norm=False), **copies(), **mlp(), **heads(norm=True), **decoding()}
+    errors = {
+        **heads(norm=False),
+        **copies(),
+        **mlp(),
+        **heads(norm=True),
+        **decoding(),
+        **loras(),
+        **sampling(),
+    }
     sys.stdout.write(json.dumps(errors) + "\n")

@@ -119,9 +119,8 @@ def defaults(directory: Path, *, rank: int, cuda: bool, shared: bool = True) -> 
     }
     if cuda:
         share = 0.5 if shared else 0.9
-        # Of `in_vllm`, for decoding on Hopper GPUs.
-        kernel = {"worker_extension_cls": "decode_attention.Worker"}
-        return {**settings, **kernel, "gpu_memory_utilization": share}
+        kernels = {"worker_extension_cls": "gpu_kernels.Worker"}  # of `in_vllm`
+        return {**settings, **kernels, "gpu_memory_utilization": share}
     # Compiling takes minutes on a CPU and gains little. Chunked prefill of a seeded request
     # crashes vLLM's engine on a CPU: "CPU Generator does not use offset".
     return {**settings, "enforce_eager": True, "enable_chunked_prefill": False}

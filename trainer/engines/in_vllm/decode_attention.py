@@ -3,8 +3,8 @@
 With 512 requests, half of decoding is attention. FlashAttention 3 needs the same time for an fp8
 cache as for bf16; `decode_kernel` needs half of it for fp8, and a sixth less for bf16
 (`bench/decode_attention.py`). Tokens of prompts stay with FlashAttention. vLLM's workers load this
-file with `--worker-extension-cls`, so it imports nothing of ours. A vLLM that lacks what is needed
-here decodes as it would without us.
+file, so it imports nothing of ours. A vLLM that lacks what is needed here decodes as it would
+without us.
 """
 
 import logging
@@ -26,10 +26,6 @@ SPECIAL = (
     "mm_prefix_query_range_tensor",
 )
 CACHES = ("auto", "bfloat16", "float16", "fp8", "fp8_e4m3")
-
-
-class Worker:
-    """What vLLM adds to its workers: nothing. Loading this file is enough."""
 
 
 def leading_decodes(metadata: Any) -> int:
