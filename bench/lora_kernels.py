@@ -1,4 +1,4 @@
-"""Compares vLLM's LoRA kernels with its own settings, with those in `in_vllm/tuned`, and our kernels.
+"""Compares vLLM's LoRA kernels, as they are and tuned by `in_vllm/tuned`, with ours, on this GPU.
 
     python bench/lora_kernels.py [--write]      # where vLLM and the GPU are
 
@@ -48,7 +48,7 @@ def products(config: Config) -> list[tuple[int, list[int]]]:
 def layer(
     config: Config, rank: int, requests: int
 ) -> tuple[Callable[[], None], Callable[[], None], list[Any]]:
-    """Return what runs all LoRA kernels of a layer, vLLM's and ours, and where their results are."""
+    """Return what runs a layer's LoRA kernels, vLLM's and ours, and where the results are."""
     from lora_kernel import add_lora
     from vllm.lora.ops.triton_ops import lora_expand, lora_shrink
     from vllm.lora.ops.triton_ops.lora_kernel_metadata import LoRAKernelMeta
