@@ -23,7 +23,7 @@ def _weights(weights, slot, r, at, rank, width, inside):
     return tl.load(rows, mask=(r[:, None] < rank) & inside[None, :], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _shrink(
     x, a, b, c, low, mapping, tokens, width, rank, chunk, scale, x_stride,
     SLICES: tl.constexpr, LORAS: tl.constexpr, R: tl.constexpr,
@@ -62,7 +62,7 @@ def _shrink(
                 tl.store(place + 2 * tokens * rank, third * scale, mask=kept)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "parts"])
 def _expand(
     low, a, b, c, y, mapping, tokens, rank, parts, y_stride,
     first_outputs, second_outputs, third_outputs, first_blocks, second_blocks,

@@ -5,6 +5,7 @@ kernels (`bench/lora_kernels.py`). Long prompts stay with vLLM. vLLM's workers l
 imports nothing of ours. A vLLM that lacks what is needed here adds LoRAs as it would without us.
 """
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ def fits(x: torch.Tensor, a: list[torch.Tensor]) -> bool:
     )
 
 
+@functools.cache
 def on_hopper() -> bool:
     return torch.cuda.get_device_capability() == (9, 0)
 
@@ -77,14 +79,14 @@ def install(
             return
         x = x.view(-1, x.shape[-1])
         special = self.lora_config.specialize_active_lora
-        batch = self.token_mapping_meta.meta_args(len(x), special)
+        batch = self.token_mapping_meta.meta_args(x.size(0), special)
         vllm_ops.art_lora_linear(y.view(-1, y.shape[-1]), x, list(a), list(b), *batch, scale)
 
     register(
         op_name="art_lora_linear",
         op_func=lora_linear,
         mutates_args=["y"],
-        fake_impl=lambda *_: None,
+        fake_impl=lambda *_, **__: None,
     )
     wrapper.add_lora_linear = replaced
 

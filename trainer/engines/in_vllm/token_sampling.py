@@ -6,6 +6,7 @@ vLLM alone. vLLM's workers load this file, so it imports nothing of ours. A vLLM
 needed here samples as it would without us.
 """
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,11 @@ from typing import Any
 import torch
 
 logger = logging.getLogger("vllm.token_sampling")
+
+
+@functools.cache
+def on_hopper() -> bool:
+    return torch.cuda.get_device_capability() == (9, 0)
 
 
 def install(sampler: Any, logprob: Any, kernels: Any, fits: Callable[[torch.Tensor], bool]) -> None:
@@ -43,10 +49,11 @@ try:
     import sampling_kernel  # type: ignore[import-not-found]  # beside this file
     from vllm.v1.worker.gpu.sample import logprob, sampler
 
-    def fits(logits: torch.Tensor) -> bool:
-        hopper = torch.cuda.get_device_capability() == (9, 0)
-        return hopper and bool(sampling_kernel.fits(logits))
-
-    install(sampler, logprob, sampling_kernel, fits)
+    install(
+        sampler,
+        logprob,
+        sampling_kernel,
+        lambda logits: on_hopper() and bool(sampling_kernel.fits(logits)),
+    )
 except (ImportError, AttributeError) as error:
     logger.warning("sampling without our kernels: %s", error)
