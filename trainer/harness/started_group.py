@@ -49,7 +49,7 @@ class StartedGroup:
 
     @property
     def running(self) -> int:
-        return 0 if self._over.is_set() else sum(not task.done() for task in self._tasks)
+        return 0 if self._over.is_set() else len(self._tasks) - len(self._ages)
 
     @property
     def lags_in(self) -> float | None:
@@ -92,6 +92,6 @@ class StartedGroup:
 
     def _one_ended(self, _: object) -> None:
         self._ages.append(self._clock() - self._began)
-        if all(task.done() for task in self._tasks):
+        if len(self._ages) == len(self._tasks):
             self._over.set()
         self._on_ended()
