@@ -131,6 +131,33 @@ async def test_a_vllm_that_dies_asleep_is_restarted(vllm: Shared) -> None:
     assert len(await sample(engine)) == 8
 
 
+async def test_a_vllm_that_dies_in_our_kernels_starts_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FAKE_VLLM_REQUESTS", str(tmp_path / "requests"))
+    log = tmp_path / "vllm.log"
+    log.write_text('  File "/kit/in_vllm/lora_kernel.py", line 9, in add_lora\n')  # of an older run
+    shared = Shared(tmp_path, real=False)
+    engine = await shared.start()
+    assert engine._defaults["worker_extension_cls"]
+    # It may also die later, when it meets a batch of another size.
+    assert engine._process._process
+    with log.open("a") as file:
+        file.write('  File "/kit/in_vllm/lora_kernel.py", line 9, in add_lora\n')
+    os.killpg(engine._process._process.pid, signal.SIGKILL)
+    await engine._process._process.wait()
+    assert len(await sample(engine)) == 8
+    assert "worker_extension_cls" not in engine._defaults
+    monkeypatch.setenv("FAKE_VLLM_FAILS", "kernels")
+    other = await shared.start()
+    try:
+        assert "starts without our kernels" in caplog.text
+        assert len(await sample(other)) == 8
+    finally:
+        await engine.stop()
+        await other.stop()
+
+
 async def test_a_vllm_that_cannot_start_with_sleep_mode_starts_without_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,3 +92,47 @@ def test_our_kernels_sample_where_they_fit(
     assert found == ("ours" if ours and fits else "theirs")
     logprobs = theirs.compute_token_logprobs(torch.zeros(3, 4), torch.zeros(3, 1))
     assert logprobs == ("ours" if fits else "theirs")
+
+
+def test_vllm_compiles_layers_with_our_operator() -> None:
+    """As vLLM registers and traces it: a layer of any number of tokens, without graph breaks."""
+    library = torch.library.Library("compiled_here", "FRAGMENT")
+
+    def register(op_name: str, op_func: Any, mutates_args: list[str], fake_impl: Any) -> None:
+        library.define(op_name + torch.library.infer_schema(op_func, mutates_args=mutates_args))
+        library.impl(op_name, op_func, dispatch_key="CPU")
+        library._register_fake(op_name, fake_impl)
+
+    def add(y: Tensor, x: Tensor, a: list[Tensor], b: list[Tensor], *others: Any) -> None:
+        low = [x @ one[0, 0].T for one in a]
+        y += torch.cat([part @ one[0, 0].T for part, one in zip(low, b, strict=True)], dim=1)
+
+    class Wrapper:
+        lora_config = SimpleNamespace(specialize_active_lora=False)
+        batch = (*BATCH, torch.tensor([False]), torch.ones(1))
+
+        @property
+        def token_mapping_meta(self) -> Any:
+            return self
+
+        def meta_args(self, tokens: int, special: bool) -> tuple[Tensor, ...]:
+            return self.batch
+
+        def add_lora_linear(self, *given: Any) -> None:
+            raise AssertionError("vLLM's own")
+
+    ops = torch.ops.compiled_here
+    lora_linear.install(Wrapper, register, ops, add, lambda: True)
+    wrapper, weight = Wrapper(), torch.randn(7, 6)
+    a, b = ((torch.randn(1, 1, 2, 6),), (torch.randn(1, 1, 7, 2),))
+
+    def layer(x: Tensor) -> Tensor:
+        y = x @ weight.T
+        wrapper.add_lora_linear(y, x, a, b, 1.0, (7,))
+        return y.relu()
+
+    compiled = torch.compile(layer, backend="aot_eager", dynamic=True, fullgraph=True)
+    for tokens in (3, 5):
+        x = torch.randn(tokens, 6)
+        exact = (x @ weight.T + x @ a[0][0, 0].T @ b[0][0, 0].T).relu()
+        torch.testing.assert_close(compiled(x), exact)

@@ -14,6 +14,7 @@ from trainer.engines.gpus import parts_of
 from trainer.errors import CheckpointError, Unsupported
 
 BASE = "base"  # vLLM's name for the model without a LoRA
+KERNELS = "worker_extension_cls"  # the setting that loads our kernels
 IN_VLLM = Path(__file__).parent / "in_vllm"
 START = ("-m", "start_vllm", "serve")  # of `in_vllm`, which is on vLLM's path
 # The ranks that vLLM has kernels for, smallest first.
@@ -119,7 +120,7 @@ def defaults(directory: Path, *, rank: int, cuda: bool, shared: bool = True) -> 
     }
     if cuda:
         share = 0.5 if shared else 0.9
-        kernels = {"worker_extension_cls": "gpu_kernels.Worker"}  # of `in_vllm`
+        kernels = {KERNELS: "gpu_kernels.Worker"}  # of `in_vllm`
         return {**settings, **kernels, "gpu_memory_utilization": share}
     # Compiling takes minutes on a CPU and gains little. Chunked prefill of a seeded request
     # crashes vLLM's engine on a CPU: "CPU Generator does not use offset".

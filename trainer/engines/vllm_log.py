@@ -24,6 +24,10 @@ _ERROR = re.compile(r"^[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)(: .+|$)")
 _USAGE = re.compile(r"error: (.+)$")
 # Errors that only report that something else went wrong.
 _VAGUE = ("Engine core initialization failed", "See stack trace", "root cause", "EngineDeadError")
+# Files of `in_vllm` that GPUs run, in a traceback.
+_OUR_KERNELS = re.compile(
+    r'File "[^"]*/in_vllm/(gpu_kernels|decode_\w+|lora_\w+|sampling_kernel|token_sampling)\.py"'
+)
 _HINTS = (
     (
         ("No available memory for the cache",),
@@ -84,6 +88,11 @@ def cause(lines: Sequence[str]) -> str:
         if "exited unexpectedly" in line or "died unexpectedly" in line:
             return "its engine process was killed, perhaps for lack of memory"
     return vague or (messages[-1] if messages else "its log is empty")
+
+
+def names_our_kernels(lines: Sequence[str]) -> bool:
+    """Whether a traceback goes through our kernels, which this vLLM or GPU may not support."""
+    return any(_OUR_KERNELS.search(line) for line in lines)
 
 
 def hint(cause: str) -> str | None:

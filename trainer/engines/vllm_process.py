@@ -216,6 +216,10 @@ class VllmProcess:
         hint = vllm_log.hint(cause) or "It restarts at the next request"
         return WorkerDied(f"vLLM ended: {cause}", hint=f"{hint}; its whole log is `{self.log}`")
 
+    @property
+    def died_in_our_kernels(self) -> bool:
+        return self.started and not self.running and vllm_log.names_our_kernels(self._lines())
+
     async def _wait_until_ready(self, reserved: asyncio.Event) -> None:
         started = logged = time.monotonic()
         while self._stopped or not await self._healthy():
