@@ -14,7 +14,11 @@ from trainer.engines.gpus import parts_of
 from trainer.errors import CheckpointError, Unsupported
 
 BASE = "base"  # vLLM's name for the model without a LoRA
-KERNELS = "worker_extension_cls"  # the setting that loads our kernels
+# What loads our kernels. vLLM keeps compiled code by its settings, but only by the second of these.
+KERNELS: Json = {
+    "worker_extension_cls": "gpu_kernels.Worker",  # of `in_vllm`
+    "additional_config": {"art_cluster_kernels": 1},
+}
 IN_VLLM = Path(__file__).parent / "in_vllm"
 START = ("-m", "start_vllm", "serve")  # of `in_vllm`, which is on vLLM's path
 # The ranks that vLLM has kernels for, smallest first.
@@ -120,11 +124,20 @@ def defaults(directory: Path, *, rank: int, cuda: bool, shared: bool = True) -> 
     }
     if cuda:
         share = 0.5 if shared else 0.9
-        kernels = {KERNELS: "gpu_kernels.Worker"}  # of `in_vllm`
-        return {**settings, **kernels, "gpu_memory_utilization": share}
+        return {**settings, **KERNELS, "gpu_memory_utilization": share}
     # Compiling takes minutes on a CPU and gains little. Chunked prefill of a seeded request
     # crashes vLLM's engine on a CPU: "CPU Generator does not use offset".
     return {**settings, "enforce_eager": True, "enable_chunked_prefill": False}
+
+
+def has_kernels(arguments: Mapping[str, Any]) -> bool:
+    """Whether these settings load our kernels."""
+    return KERNELS.keys() <= arguments.keys()
+
+
+def drop_kernels(arguments: Json) -> bool:
+    """Remove what loads our kernels, and return whether it was there."""
+    return all([arguments.pop(name, None) for name in KERNELS])
 
 
 def spread(arguments: Mapping[str, Any], devices: str | None, nodes: int = 1) -> Json:

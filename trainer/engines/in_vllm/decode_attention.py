@@ -90,12 +90,11 @@ def install(
     ) -> Any:
         found = build(self, common_prefix_len, common_attn_metadata, *others, **named)
         config = self.vllm_config
+        # A graph of whole batches is captured with requests that decode, and replayed for prompts.
+        whole = config.compilation_config.cudagraph_mode.mixed_mode() == full_graph
         count = 0
-        if config.speculative_config is None and plain(found):
+        if config.speculative_config is None and plain(found) and not whole:
             count = leading_decodes(common_attn_metadata)
-            mixed = count < common_attn_metadata.num_reqs
-            if mixed and config.compilation_config.cudagraph_mode.mixed_mode() == full_graph:
-                count = 0  # a graph would keep the number of the batch it was captured with
         found.decodes = count
         return found
 
@@ -108,6 +107,8 @@ def install(
             self.fits_kernel = fits(self)
         given = (key, value, kv_cache)
         scaled = any(it is not None for it in (*others, *named.values()))  # of a rounded output
+        scales = (layer._q_scale, layer._k_scale, layer._v_scale)
+        scaled |= any(scale.numel() != 1 for scale in scales)  # one for each head
         few = count * self.num_kv_heads < FEWEST
         if few or not self.fits_kernel or scaled:
             return forward(self, layer, query, *given, attn_metadata, output, *others, **named)
@@ -119,7 +120,7 @@ def install(
             attn_metadata.block_table,
             attn_metadata.seq_lens,
             self.scale,
-            (layer._q_scale, layer._k_scale, layer._v_scale),
+            scales,
             attn_metadata.max_seq_len,
         )
         if count < attn_metadata.num_actual_tokens:

@@ -7,6 +7,7 @@ imports nothing of ours. A vLLM that lacks what is needed here adds LoRAs as it 
 
 import functools
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -30,8 +31,10 @@ def fits(x: torch.Tensor, a: list[torch.Tensor]) -> bool:
 
 
 @functools.cache
-def on_hopper() -> bool:
-    return torch.cuda.get_device_capability() == (9, 0)
+def suits() -> bool:
+    """Return whether this GPU is one that our kernels are for, and may sum in any order."""
+    ordered = os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0"
+    return torch.cuda.get_device_capability() == (9, 0) and not ordered
 
 
 def install(
@@ -61,7 +64,7 @@ def install(
         active: torch.Tensor,
         scale: float,
     ) -> None:
-        if none.item():  # a tensor of the CPU
+        if none.item() or not len(x):  # a tensor of the CPU
             return
         if fits(x, a) and suits():
             add(y, x, a, b, mapping, scale)
@@ -97,6 +100,6 @@ try:
     from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU
     from vllm.utils.torch_utils import direct_register_custom_op
 
-    install(PunicaWrapperGPU, direct_register_custom_op, torch.ops.vllm, add_lora, on_hopper)
+    install(PunicaWrapperGPU, direct_register_custom_op, torch.ops.vllm, add_lora, suits)
 except (ImportError, AttributeError) as error:
     logger.warning("adding LoRAs without our kernels: %s", error)

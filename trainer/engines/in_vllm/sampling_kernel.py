@@ -41,8 +41,9 @@ def _first_beyond(weights, share, numbers, none):
     """The first place at which the running sum of the weights exceeds its share of the total."""
     running = tl.cumsum(weights, 0)
     target = tl.max(running, 0) * share
-    # Sums in parallel are not quite monotonic, so a weight of zero is excluded by name.
-    return tl.min(tl.where((running > target) & (weights > 0), numbers, none), 0)
+    # Sums in parallel are not quite monotonic, so weights of zero are excluded by name.
+    last = tl.max(tl.where(weights > 0, numbers, 0), 0)
+    return tl.minimum(tl.min(tl.where((running > target) & (weights > 0), numbers, none), 0), last)
 
 
 @triton.jit
