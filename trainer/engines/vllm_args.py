@@ -137,7 +137,8 @@ def has_kernels(arguments: Mapping[str, Any]) -> bool:
 
 def drop_kernels(arguments: Json) -> bool:
     """Remove what loads our kernels, and return whether it was there."""
-    return all([arguments.pop(name, None) for name in KERNELS])
+    removed = [arguments.pop(name, None) for name in KERNELS]
+    return all(removed)
 
 
 def spread(arguments: Mapping[str, Any], devices: str | None, nodes: int = 1) -> Json:
