@@ -120,7 +120,6 @@ def test_two_machines_sample_and_train_as_one_and_a_killed_one_loses_no_request(
     (job,) = jobs("art-")
     assert job.endswith(" art-n[1-2]"), job
     until(lambda: server_log().count(SERVES) >= 1, server_log)
-    enough = laptop.clone / "enough"
     with laptop.tunnel() as exports:
         laptop.run(f"{exports}; {python}/train_until.py tiny 2 0")
         places = [environment(pid) for pid in running("trainer.learner.worker")]
@@ -132,13 +131,14 @@ def test_two_machines_sample_and_train_as_one_and_a_killed_one_loses_no_request(
         assert world[:2] == ("learner", "2"), world
         engine = engine_of(ACTOR)
         idle = ticks(engine)
-        rollouts = laptop.start(f"{exports}; {python}/roll_out.py tiny 16 200 {enough}")
+        rollouts = laptop.start(f"{exports}; {python}/roll_out.py tiny 16 200 {laptop.clone}")
         try:
             # It samples: two tenths of a second of a CPU are more than a heartbeat takes.
             until(lambda: ticks(engine) > idle + 20, lambda: f"{rollouts.poll()}\n{server_log()}")
             served = server_log().count(SERVES)
             os.kill(parent(engine), signal.SIGKILL)  # the actor, and so its engine
             until(lambda: "is lost with" in server_log(), server_log)
+            (laptop.clone / "calm").touch()
             # Ray starts the actor again, and a third machine comes and goes.
             until(lambda: server_log().count(SERVES) > served, server_log)
             laptop.run(f"{LAUNCHER} up --workers 1")
@@ -146,7 +146,7 @@ def test_two_machines_sample_and_train_as_one_and_a_killed_one_loses_no_request(
             laptop.run(f"{LAUNCHER} up --workers 0")
             until(lambda: "has left the cluster" in server_log(), server_log)
         finally:
-            enough.touch()
+            (laptop.clone / "enough").touch()
             told = json.loads(laptop.finish(rollouts))
         assert told["answers"] >= 16
         assert told["choices"] == told["finished"] == 4 * told["answers"]
