@@ -15,6 +15,7 @@ from trainer.engines.vllm import VllmEngine
 from trainer.engines.vllm_args import (
     GRAPHS,
     IN_VLLM,
+    KERNELS,
     check,
     command_line,
     defaults,
@@ -175,6 +176,16 @@ def test_our_route_and_a_users_middleware_both_reach_vllm(monkeypatch: pytest.Mo
     for name in ("flat_completions", "held_outputs", "start_vllm"):
         assert (IN_VLLM / f"{name}.py").is_file()
     assert "held_outputs.scheduler" in flags(defaults(resolve("tiny-random"), rank=8, cuda=True))
+
+
+def test_a_users_additional_config_keeps_the_mark_of_our_kernels() -> None:
+    """vLLM would otherwise load code that was compiled with them where they are missing."""
+    own = {"additional_config": {"a": 1}}
+    command = command_line(Path("model"), Path("socket"), {**KERNELS, **own})
+    marked = json.loads(command[command.index("--additional-config") + 1])
+    assert marked == {"a": 1, **KERNELS["additional_config"]}
+    command = command_line(Path("model"), Path("socket"), own)
+    assert json.loads(command[command.index("--additional-config") + 1]) == {"a": 1}
 
 
 def test_the_loras_kernels_have_settings_for_every_number_of_merged_products(

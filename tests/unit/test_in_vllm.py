@@ -190,11 +190,12 @@ class FlashAttention:
             if attn_metadata is None:
                 return output
             lengths = attn_metadata.query_start_loc.diff()
-            assert attn_metadata.num_actual_tokens == lengths.sum() == len(output)
+            assert attn_metadata.num_actual_tokens == len(output) >= lengths.sum() > 0
             assert attn_metadata.query_start_loc[0] == 0
             assert (attn_metadata.scheduler_metadata is None) == hasattr(self, "rest")
             self.seen = attn_metadata
-            output[:] = -attn_metadata.block_table[:, 0].repeat_interleave(lengths)[:, None]
+            found = -attn_metadata.block_table[:, 0].repeat_interleave(lengths)[:, None]
+            output[: len(found)] = found
             return output
 
 
@@ -233,6 +234,15 @@ def test_requests_that_add_a_token_are_decoded_by_our_kernel() -> None:
     assert outputs == [50, 52, -2, -2, -2, -3, -3]
     assert layer.seen.max_num_splits == 0
     assert decoded(batch(3, 2))[0] == [0, 0, 0, -1, -1]
+
+
+@pytest.mark.parametrize(("lengths", "found"), [((1, 1), [50, 52]), ((1, 3), [50, -1, -1, -1])])
+def test_tokens_that_only_fill_a_graph_are_no_request(
+    lengths: tuple[int, ...], found: list[float]
+) -> None:
+    given = batch(*lengths)
+    given.num_actual_tokens += 4
+    assert decoded(given)[0][: len(found)] == found
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-from trainer.engines.vllm_log import cause, hint, stage
+import pytest
+
+from trainer.engines.vllm_log import cause, hint, names_our_kernels, stage
 
 PROGRESS = [
     "INFO 11-15 03:04:40 [model.py:1] Resolved architecture: LlamaForCausalLM",
@@ -60,3 +62,30 @@ def test_without_any_error_the_cause_is_the_last_line() -> None:
     ).endswith("-9")
     assert cause([]) == "its log is empty"
     assert hint("who knows") is None
+
+
+OURS = 'File "/kit/trainer/engines/in_vllm/decode_attention.py", line 116, in divided'
+THEIRS = 'File "/x/vllm/v1/worker/gpu/model_runner.py", line 9, in sample'
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "ours"),
+    [
+        (OURS, "RuntimeError: Triton Error [CUDA]: invalid argument", True),
+        (THEIRS, "RuntimeError: Triton Error [CUDA]: invalid argument", False),
+        # Kernels run later than they are called, so this error names any place.
+        (
+            THEIRS,
+            "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
+            True,
+        ),
+        # vLLM's own attention is called by ours.
+        (OURS, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB", False),
+    ],
+)
+def test_our_kernels_are_blamed_for_what_they_may_have_done(
+    place: str, error: str, ours: bool
+) -> None:
+    prefix = "(EngineCore pid=805) ERROR 11-16 02:44:41 [core.py:1330] "
+    lines = ["Traceback (most recent call last):", f"  {place}", error]
+    assert names_our_kernels([prefix + line for line in lines]) is ours

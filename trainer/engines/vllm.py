@@ -105,7 +105,7 @@ class VllmEngine:
     async def _start(self) -> None:
         await self._process.stop()
         if self._process.died_in_our_kernels and vllm_args.drop_kernels(self._defaults):
-            logger.warning("vLLM starts without our kernels, because it died in them")
+            logger.warning("vLLM starts without our kernels, because it may have died in them")
         self._process = VllmProcess(self._program, log=self._process.log)
         self._loaded.clear()
         self._to_unload.clear()

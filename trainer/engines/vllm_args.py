@@ -177,6 +177,9 @@ def command_line(directory: Path, socket: Path | None, arguments: Mapping[str, A
         "generation_config": "vllm",
         "disable_uvicorn_access_log": True,
     }
+    mark, given = KERNELS["additional_config"], arguments.get("additional_config")
+    if has_kernels(arguments) and isinstance(given, dict):
+        ours["additional_config"] = {**given, **mark}  # the user's, in place of our default
     if socket and arguments.get("data_parallel_size", 1) > 1:
         ours["api_server_count"] = 1  # its own default would be one for each copy of the model
     return [str(directory), *route, *flags({**arguments, **ours})]

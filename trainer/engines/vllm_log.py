@@ -28,6 +28,11 @@ _VAGUE = ("Engine core initialization failed", "See stack trace", "root cause", 
 _OUR_KERNELS = re.compile(
     r'File "[^"]*/in_vllm/(gpu_kernels|decode_\w+|lora_\w+|sampling_kernel|token_sampling)\.py"'
 )
+# Kernels run after the call that starts them, so a later call reports these.
+_LATE = re.compile(
+    r"(CUDA error|\[CUDA\]): (an illegal memory access|misaligned address"
+    r"|unspecified launch failure|an illegal instruction|device-side assert)"
+)
 _HINTS = (
     (
         ("No available memory for the cache",),
@@ -91,8 +96,10 @@ def cause(lines: Sequence[str]) -> str:
 
 
 def names_our_kernels(lines: Sequence[str]) -> bool:
-    """Whether a traceback goes through our kernels, which this vLLM or GPU may not support."""
-    return any(_OUR_KERNELS.search(line) for line in lines)
+    """Whether an error may be due to our kernels, which this vLLM or GPU may not support."""
+    if "out of memory" in cause(lines):  # vLLM's own attention runs below ours
+        return False
+    return any(_OUR_KERNELS.search(line) or _LATE.search(line) for line in lines)
 
 
 def hint(cause: str) -> str | None:

@@ -123,7 +123,7 @@ def install(
             scales,
             attn_metadata.max_seq_len,
         )
-        if count < attn_metadata.num_actual_tokens:
+        if count < len(attn_metadata.seq_lens):  # the number of tokens may include padding
             rest = after(attn_metadata, count)
             parts = (query[count:], *given, rest, output[count:])
             forward(self, layer, *parts)

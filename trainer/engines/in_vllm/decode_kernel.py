@@ -94,6 +94,7 @@ def _attend(
         factor = factor * 256 * tl.load(k_scale)
     if FP8_Q:
         factor = factor * tl.load(q_scale)
+    kv += head.to(tl.int64) * head_stride  # vLLM may keep all pages of a head together
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed_first = tl.zeros([ROWS, HALF], tl.float32)
@@ -102,7 +103,7 @@ def _attend(
         at = start + n
         inside = at < end
         page = tl.load(table + seq * table_stride + at // PAGE, mask=inside, other=0).to(tl.int64)
-        row = kv + head * head_stride + page * page_stride + (at % PAGE) * token_stride
+        row = kv + page * page_stride + (at % PAGE) * token_stride
         keys = row[None, :] + e[:, None]
         values = row[:, None] + e[None, :]
         if FP8:
