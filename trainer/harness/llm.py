@@ -120,11 +120,17 @@ class Endpoint:
             if response.status in (429, 502, 503):
                 problem = f"LLM `{self.name}` answered {response.status}"
                 continue
-            if response.status >= 400:
+            if response.status >= 300:  # a redirect is not followed: it would become a GET
                 raise LlmRefused(
                     f"LLM `{self.name}` answered {response.status}: {_error_text(response)}"
                 )
-            answer: Json = large_json.parse(response.content)
+            try:
+                answer: Json = large_json.parse(response.content)
+            except ValueError as exc:
+                raise LlmRefused(
+                    f"LLM `{self.name}` answered without JSON: {response.text[:300]}",
+                    hint="Check `base_url` in `llms`: it ends in `/v1` at most endpoints",
+                ) from exc
             return answer
         raise LlmUnavailable(problem)
 

@@ -30,6 +30,7 @@ class Endpoint:
     def __init__(self) -> None:
         self.statuses: list[int] = []
         self.requests: list[tuple[str, Any]] = []
+        self.answer: Any = ANSWER
         self.url = ""
 
 
@@ -45,10 +46,10 @@ def endpoint() -> Iterator[Endpoint]:
             body = self.rfile.read(int(self.headers["content-length"]))
             state.requests.append((self.path, json.loads(body)))
             status = state.statuses.pop(0) if state.statuses else 200
-            self._send(status, ANSWER if status == 200 else {"error": {"message": "not so"}})
+            self._send(status, state.answer if status == 200 else {"error": {"message": "not so"}})
 
         def _send(self, status: int, value: Any) -> None:
-            data = json.dumps(value).encode()
+            data = value if isinstance(value, bytes) else json.dumps(value).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(data)))
             self.end_headers()
@@ -111,6 +112,18 @@ async def test_an_unavailable_or_refusing_endpoint_is_an_error(endpoint: Endpoin
     with pytest.raises(LlmUnavailable, match="Cannot reach LLM `policy`"):
         await unreachable.handle("r", "policy").ask("hello")
     await unreachable.close()
+
+
+async def test_a_redirect_and_an_answer_without_json_are_refusals(endpoint: Endpoint) -> None:
+    endpoint.statuses = [307]
+    endpoint.answer = b"<html>Log in</html>"
+    models = llms(endpoint.url)
+    with pytest.raises(LlmRefused, match="answered 307: not so"):
+        await models.handle("r", "policy").ask("hello")
+    with pytest.raises(LlmRefused, match="answered without JSON: <html>Log in"):
+        await models.handle("r", "policy").ask("hello")
+    assert len(endpoint.requests) == 2
+    await models.close()
 
 
 class Failing:
