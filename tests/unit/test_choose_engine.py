@@ -2,6 +2,7 @@ import json
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from trainer.config import ServerConfig
 from trainer.engines import choose
 from trainer.engines.vllm import VllmEngine
 from trainer.engines.vllm_args import (
+    EXTENSION,
     GRAPHS,
     IN_VLLM,
     KERNELS,
@@ -178,14 +180,24 @@ def test_our_route_and_a_users_middleware_both_reach_vllm(monkeypatch: pytest.Mo
     assert "held_outputs.scheduler" in flags(defaults(resolve("tiny-random"), rank=8, cuda=True))
 
 
-def test_a_users_additional_config_keeps_the_mark_of_our_kernels() -> None:
-    """vLLM would otherwise load code that was compiled with them where they are missing."""
-    own = {"additional_config": {"a": 1}}
-    command = command_line(Path("model"), Path("socket"), {**KERNELS, **own})
-    marked = json.loads(command[command.index("--additional-config") + 1])
-    assert marked == {"a": 1, **KERNELS["additional_config"]}
-    command = command_line(Path("model"), Path("socket"), own)
-    assert json.loads(command[command.index("--additional-config") + 1]) == {"a": 1}
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({}, {"art_cluster_kernels": 1}),
+        ({"additional_config": {"a": 1}}, {"a": 1, "art_cluster_kernels": 1}),
+        ({EXTENSION: "", "additional_config": {"a": 1}}, {"a": 1}),
+        ({EXTENSION: ""}, None),
+    ],
+)
+def test_only_a_vllm_with_our_kernels_loads_code_that_was_compiled_with_them(
+    arguments: dict[str, Any], expected: dict[str, int] | None
+) -> None:
+    settings = defaults(resolve("tiny-random"), rank=8, cuda=True)
+    command = command_line(Path("model"), Path("socket"), {**settings, **arguments})
+    given = [text for name, text in pairwise(command) if name == "--additional-config"]
+    assert [json.loads(text) for text in given] == ([expected] if expected else [])
+    (extension,) = (text for name, text in pairwise(command) if name == "--worker-extension-cls")
+    assert extension == arguments.get(EXTENSION, KERNELS)
 
 
 def test_the_loras_kernels_have_settings_for_every_number_of_merged_products(

@@ -95,7 +95,7 @@ class VllmEngine:
         try:
             await self._start()
         except WorkerDied as error:
-            if not (self._process.died_in_our_kernels and vllm_args.has_kernels(self._defaults)):
+            if not (self._process.died_in_our_kernels and vllm_args.EXTENSION in self._defaults):
                 if not self._defaults.get("enable_sleep_mode"):
                     raise
                 logger.warning("vLLM did not start, trying without sleep mode: %s", error.message)
@@ -104,7 +104,7 @@ class VllmEngine:
 
     async def _start(self) -> None:
         await self._process.stop()
-        if self._process.died_in_our_kernels and vllm_args.drop_kernels(self._defaults):
+        if self._process.died_in_our_kernels and self._defaults.pop(vllm_args.EXTENSION, None):
             logger.warning("vLLM starts without our kernels, because it may have died in them")
         self._process = VllmProcess(self._program, log=self._process.log)
         self._loaded.clear()

@@ -14,11 +14,8 @@ from trainer.engines.gpus import parts_of
 from trainer.errors import CheckpointError, Unsupported
 
 BASE = "base"  # vLLM's name for the model without a LoRA
-# What loads our kernels. vLLM keeps compiled code by its settings, but only by the second of these.
-KERNELS: Json = {
-    "worker_extension_cls": "gpu_kernels.Worker",  # of `in_vllm`
-    "additional_config": {"art_cluster_kernels": 1},
-}
+EXTENSION = "worker_extension_cls"  # the setting that loads our kernels
+KERNELS = "gpu_kernels.Worker"  # of `in_vllm`
 IN_VLLM = Path(__file__).parent / "in_vllm"
 START = ("-m", "start_vllm", "serve")  # of `in_vllm`, which is on vLLM's path
 # The ranks that vLLM has kernels for, smallest first.
@@ -124,21 +121,10 @@ def defaults(directory: Path, *, rank: int, cuda: bool, shared: bool = True) -> 
     }
     if cuda:
         share = 0.5 if shared else 0.9
-        return {**settings, **KERNELS, "gpu_memory_utilization": share}
+        return {**settings, EXTENSION: KERNELS, "gpu_memory_utilization": share}
     # Compiling takes minutes on a CPU and gains little. Chunked prefill of a seeded request
     # crashes vLLM's engine on a CPU: "CPU Generator does not use offset".
     return {**settings, "enforce_eager": True, "enable_chunked_prefill": False}
-
-
-def has_kernels(arguments: Mapping[str, Any]) -> bool:
-    """Whether these settings load our kernels."""
-    return KERNELS.keys() <= arguments.keys()
-
-
-def drop_kernels(arguments: Json) -> bool:
-    """Remove what loads our kernels, and return whether it was there."""
-    removed = [arguments.pop(name, None) for name in KERNELS]
-    return all(removed)
 
 
 def spread(arguments: Mapping[str, Any], devices: str | None, nodes: int = 1) -> Json:
@@ -177,9 +163,11 @@ def command_line(directory: Path, socket: Path | None, arguments: Mapping[str, A
         "generation_config": "vllm",
         "disable_uvicorn_access_log": True,
     }
-    mark, given = KERNELS["additional_config"], arguments.get("additional_config")
-    if has_kernels(arguments) and isinstance(given, dict):
-        ours["additional_config"] = {**given, **mark}  # the user's, in place of our default
+    more = arguments.get("additional_config", {})
+    if arguments.get(EXTENSION) == KERNELS and isinstance(more, dict):
+        # vLLM keeps compiled code by its settings, but not by the extension. Without kernels it
+        # must not load code that calls them.
+        ours["additional_config"] = {**more, "art_cluster_kernels": 1}
     if socket and arguments.get("data_parallel_size", 1) > 1:
         ours["api_server_count"] = 1  # its own default would be one for each copy of the model
     return [str(directory), *route, *flags({**arguments, **ours})]
