@@ -14,8 +14,8 @@ from trainer.engines.gpus import parts_of
 from trainer.errors import CheckpointError, Unsupported
 
 BASE = "base"  # vLLM's name for the model without a LoRA
-EXTENSION = "worker_extension_cls"  # the setting that loads our kernels
-KERNELS = "gpu_kernels.Worker"  # of `in_vllm`
+EXTENSION = "worker_extension_cls"  # the setting that loads files of `in_vllm` into workers
+KERNELS = "gpu_kernels.Worker"
 IN_VLLM = Path(__file__).parent / "in_vllm"
 START = ("-m", "start_vllm", "serve")  # of `in_vllm`, which is on vLLM's path
 # The ranks that vLLM has kernels for, smallest first.
@@ -124,7 +124,8 @@ def defaults(directory: Path, *, rank: int, cuda: bool, shared: bool = True) -> 
         return {**settings, EXTENSION: KERNELS, "gpu_memory_utilization": share}
     # Compiling takes minutes on a CPU and gains little. Chunked prefill of a seeded request
     # crashes vLLM's engine on a CPU: "CPU Generator does not use offset".
-    return {**settings, "enforce_eager": True, "enable_chunked_prefill": False}
+    slow = {"enforce_eager": True, "enable_chunked_prefill": False}
+    return {**settings, EXTENSION: "cpu_loras.Worker", **slow}
 
 
 def spread(arguments: Mapping[str, Any], devices: str | None, nodes: int = 1) -> Json:

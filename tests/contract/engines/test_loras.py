@@ -1,5 +1,6 @@
 """LoRAs are loaded, kept and served alike by every engine."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,20 @@ async def test_a_lora_changes_the_logprobs_alike_in_both_engines(
         assert again.logprobs == pytest.approx(base.logprobs, abs=BOUND)
     assert found["embedded"].token_ids == found["vllm"].token_ids
     assert max(differences(found["embedded"], found["vllm"])) < BOUND
+
+
+async def test_the_base_model_beside_loras_is_the_base_model(
+    engine: Engine, tmp_path: Path
+) -> None:
+    for step in (1, 2):
+        await engine.load(f"beside@{step}", write_lora(tmp_path / str(step), seed=step))
+    request = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+    names = [None, "beside@1", "beside@2"]
+    alone = [(await sample(engine, lora=name, **request))[0] for name in names]
+    together = await asyncio.gather(*(sample(engine, lora=name, **request) for name in names * 2))
+    for expected, (found,) in zip(alone * 2, together, strict=True):
+        assert found.token_ids == expected.token_ids
+        assert max(differences(found, expected)) < BOUND
 
 
 async def test_every_lora_stays_available_though_few_stay_loaded(
