@@ -10,7 +10,7 @@ import pytest
 
 from tests.environments import triton_of_vllm
 from tests.serving import vllm_python
-from trainer.engines.vllm_args import IN_VLLM, KERNELS
+from trainer.engines.vllm_args import EXTENSION, IN_VLLM, KERNELS
 
 Facts = dict[str, Any]
 ROUNDING = 1e-3  # of fp16, relative to the result; also with an fp8 cache, as both read the same
@@ -21,7 +21,7 @@ def facts() -> Facts:
     python = vllm_python()
     path = os.pathsep.join(map(str, (triton_of_vllm(python), IN_VLLM)))
     done = subprocess.run(
-        [python, Path(__file__).with_name("kernels_in_vllm.py"), json.dumps(KERNELS)],
+        [python, Path(__file__).with_name("kernels_in_vllm.py"), json.dumps({EXTENSION: KERNELS})],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         capture_output=True,
         text=True,
