@@ -1,4 +1,4 @@
-"""Many HTTP requests at the same time, for a fifth of the processor time that httpx needs."""
+"""Many HTTP requests at the same time, for a quarter of the processor time that httpx needs."""
 
 import asyncio
 import functools

@@ -1,8 +1,8 @@
 """Keeps LoRAs away from requests for the base model where vLLM runs on a CPU.
 
-vLLM 0.32.0 numbers their tokens -1 and takes that as an index, so they get the last LoRA if their
-batch has requests with a LoRA (vllm-project/vllm#48421). Its kernels for GPUs skip them. vLLM's
-workers load this file by `worker_extension_cls`, so it imports nothing of ours.
+vLLM 0.32.0 marks their tokens with -1 and takes that as an index, so they get the last LoRA if
+their batch has requests with a LoRA (vllm-project/vllm#48421). Its kernels for GPUs skip them.
+vLLM's workers load this file by `worker_extension_cls`, so it imports nothing of ours.
 """
 
 import logging
