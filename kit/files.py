@@ -53,14 +53,18 @@ def read_lines(path: Path) -> Lines:
 
 
 def append_lines(path: Path, rows: Iterable[Any]) -> None:
-    """Append JSON lines, after a line end if the last line was cut off."""
+    """Append JSON lines, after a line end if the last line was cut off.
+
+    A row of bytes is JSON already.
+    """
     with path.open("ab+", buffering=0) as file:
         end = file.seek(0, os.SEEK_END)
         if end:
             file.seek(end - 1)
         cut = bool(end) and file.read(1) != b"\n"
         for row in rows:
-            line = b"\n" * cut + json_text.dump(row) + b"\n"
+            text = row if isinstance(row, bytes) else json_text.dump(row)
+            line = b"\n" * cut + text + b"\n"
             cut = False
             view = memoryview(line)
             while view:  # a disk that is almost full takes a part

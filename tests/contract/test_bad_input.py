@@ -105,6 +105,8 @@ VARIABLES: dict[str, Any] = {"chat_template_kwargs": {"tools": []}}
         ("/_train_model", {**TRAIN, "config": {"learning_rate": "x"}}, 400, "learning_rate"),
         ("/_train_model", {**TRAIN, "dev_config": {"colour": "blue"}}, 400, "colour"),
         ("/_train_model", {**TRAIN, "trajectory_groups": [HUGE_TOKENS]}, 400, "99999999999"),
+        ("/_train_model?parent_step=5", TRAIN, 409, "to be trained from step 5"),
+        ("/_train_model?parent_step=-1", TRAIN, 422, "`parent_step`"),
         ("/_train_sft", {"model": MODEL, "trajectories": [NO_TURNS]}, 422, "not a list"),
         ("/_prepare_backend_for_training", {**PREPARE, "config": ARGS}, 400, "`server_args`"),
         ("/_log", {**TRAIN, "split": "../x"}, 422, "`split`"),

@@ -100,7 +100,7 @@ def make_pending(directory: Path) -> Path:
 
 def read_epochs(path: Path) -> None:
     if found := resume(path.parent):
-        found.pending()
+        found.interrupted()
 
 
 def make_serving(directory: Path) -> Path:

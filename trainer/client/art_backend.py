@@ -118,8 +118,13 @@ class ArtBackend:
         config: Any,
         dev_config: Any,
         verbose: bool = False,
+        parent_step: int | None = None,
     ) -> AsyncIterator[dict[str, float]]:
-        """Yield the rows of one step. `model.train` of openpipe-art up to 0.5.17 calls this."""
+        """Yield the rows of one step. `model.train` of openpipe-art up to 0.5.17 calls this.
+
+        With `parent_step`, the server raises Conflict if another step is the newest by then, served
+        or under way.
+        """
         body = {
             "model": _wire(model),
             "trajectory_groups": [group.model_dump(mode="json") for group in trajectory_groups],
@@ -127,7 +132,8 @@ class ArtBackend:
             "dev_config": _settings(_plain(dev_config)),
             "verbose": verbose,
         }
-        return self._rows("/_train_model", body)
+        query = "" if parent_step is None else f"?parent_step={parent_step}"
+        return self._rows(f"/_train_model{query}", body)
 
     async def _train_sft(
         self,

@@ -2,13 +2,15 @@
 
 `finetune_state.json` is the commit: rows of later epochs belong to an epoch that did not finish,
 and are dropped. `pending_epoch.json` holds an epoch's trajectories from before they are submitted
-until the epoch ends, so an interrupted epoch is trained exactly once, on what it had sampled.
+until the epoch ends, so an interrupted epoch is trained exactly once, on what it had sampled. A
+second file of this kind is for the epoch that is submitted meanwhile.
 """
 
 import contextlib
 import fcntl
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO
@@ -27,13 +29,23 @@ from trainer.harness.types import TrajectoryCollection
 
 logger = logging.getLogger(__name__)
 STATE = "finetune_state.json"
-PENDING = "pending_epoch.json"
+PENDING = ("pending_epoch.json", "pending_epoch.2.json")
 METRICS = "training_metrics.jsonl"
 REWARDS = "reward_history.json"
 VALIDATION = "validation_history.json"
 CURRICULUM = "curriculum_state.json"
 PLOT = "reward_plot.png"
-FILES = (STATE, PENDING, SAMPLED_GROUPS, METRICS, REWARDS, VALIDATION, CURRICULUM, PLOT, LOG)
+FILES = (
+    STATE,
+    *PENDING,
+    SAMPLED_GROUPS,
+    METRICS,
+    REWARDS,
+    VALIDATION,
+    CURRICULUM,
+    PLOT,
+    LOG,
+)
 
 
 @dataclass
@@ -42,7 +54,7 @@ class Pending:
 
     epoch: int
     step: int | None
-    """The backend's step before this epoch; None if the TrainerAdapter does not report one."""
+    """The step it is trained from; None if the TrainerAdapter does not report one."""
     row: Json
     """The epoch's metrics so far."""
     collection: TrajectoryCollection
@@ -70,6 +82,8 @@ class History:
     metrics: list[Json] = field(default_factory=list)
     rewards: list[Json] = field(default_factory=list)
     validation: list[Json] = field(default_factory=list)
+    _files: dict[int, str] = field(default_factory=dict)
+    """The file of each epoch that is under way."""
 
     def save(self) -> None:
         """Write the histories, then the state that commits them."""
@@ -90,31 +104,45 @@ class History:
         )
 
     def begin_training(self, pending: Pending) -> None:
-        replace_file(self.directory / PENDING, json_text.dump(pending).decode())
+        used = [self._files.get(epoch) for epoch in self._files if epoch != pending.epoch]
+        name = self._files[pending.epoch] = next(one for one in PENDING if one not in used)
+        replace_file(self.directory / name, json_text.dump(pending).decode())
 
     def end_training(self) -> None:
-        (self.directory / PENDING).unlink(missing_ok=True)
+        """Forget the trajectories of the epoch that has just finished."""
+        if name := self._files.get(self.epoch):
+            (self.directory / name).unlink(missing_ok=True)
+            del self._files[self.epoch]  # last: another thread may begin the next epoch
 
-    def pending(self) -> Pending | None:
-        """Return the epoch that was sampled before a kill, if it is the next one."""
+    def interrupted(self) -> list[Pending]:
+        """Return the epochs that were sampled before a kill and not finished, in order."""
+        found = {}
+        for name in PENDING:
+            pending = self._pending(name)
+            if pending and self.epoch < pending.epoch <= self.epoch + len(PENDING):
+                found[pending.epoch] = pending
+                self._files[pending.epoch] = name
+        return [found[epoch] for epoch in sorted(found)]
+
+    def _pending(self, name: str) -> Pending | None:
         try:
-            saved = read_json(self.directory / PENDING, None)
+            saved = read_json(self.directory / name, None)
             if saved is None:
                 return None
             pending = TypeAdapter(Pending).validate_python(saved)
             CurriculumState.from_json(pending.curriculum)
         except (ValueError, RecursionError):  # damaged: the epoch is sampled again
-            logger.warning("`%s` is damaged and is not used", self.directory / PENDING)
+            logger.warning("`%s` is damaged and is not used", self.directory / name)
             return None
-        return pending if pending.epoch == self.epoch + 1 else None
+        return pending
 
-    def unused(self) -> Position | None:
+    def unused(self, interrupted: Sequence[Pending]) -> Position | None:
         """Return the groups that no epoch has used, nor one that was interrupted.
 
         An epoch that took turns has no position, and used none of the groups sampled ahead.
         """
-        pending = self.pending()
-        return (pending.position if pending else None) or self.position
+        positions = [one.position for one in interrupted if one.position]
+        return positions[-1] if positions else self.position
 
 
 def lock(directory: Path) -> IO[str]:

@@ -1,12 +1,14 @@
 """`OffPolicyBuilder`: samples the groups of the next steps while the backend trains.
 
-It has the interface of every trajectory builder, and an epoch is one step: `start_run` says that a
-step may begin, and `finalize` returns as soon as enough groups are complete. Sampling goes on
-after that, at most `max_steps_off_policy` steps ahead.
+It has the interface of every trajectory builder, and an epoch is one step: `start_run` says that
+groups are wanted for a step, and `finalize` returns as soon as enough of them are complete. The
+epoch before may still train then; `epoch_ended` says when it no longer does. Sampling is never more
+than `max_steps_off_policy` steps ahead.
 """
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections import deque
@@ -15,19 +17,19 @@ from collections.abc import Awaitable, Callable, Sequence
 from kit.errors import ConfigError
 from kit.types import Json
 from trainer.harness import curriculum, episodes
+from trainer.harness.complete_groups import FEWEST_RUNS, CompleteGroups
 from trainer.harness.components import ArtTrajectoryBuilderConfig
 from trainer.harness.context import Context
 from trainer.harness.metrics import plain
-from trainer.harness.off_policy_rules import Limits, divide
+from trainer.harness.off_policy_rules import Limits
 from trainer.harness.runner import commonest_failure, failures, record, warn_of_failures
-from trainer.harness.sampled_groups import GroupFile, Position, SampledGroup, ages, unfinished
+from trainer.harness.sampled_groups import GroupFile, Position, SampledGroup, unfinished
 from trainer.harness.started_group import StartedGroup
 from trainer.harness.trajectory_builder import build, collect, example_at, sampled_by
 from trainer.harness.types import Failure, LostRun, TrajectoryCollection
 from trainer.measurements import mean_metrics
 
 logger = logging.getLogger(__name__)
-FEWEST_RUNS = 2  # fewer cannot be compared with each other
 LEFT_OUT = "it had not ended when the other runs of its example had to be trained"
 
 
@@ -47,24 +49,26 @@ class OffPolicyBuilder:
         """The groups that no epoch has used, after the last epoch."""
         self._context: Context | None = None
         self._current_step: Callable[[], Awaitable[int]]
+        self._newest_step: Callable[[], Awaitable[int]]
         self._limits: Limits
         self._file: GroupFile
         self._next = 0
         self._again: deque[int] = deque()
         """Groups that an earlier program started and did not finish."""
         self._started: dict[int, StartedGroup] = {}
-        self._finished: dict[int, SampledGroup] = {}
-        self._written_off: set[int] = set()
-        """Complete groups that lost their runs before this step: it samples as if without them."""
+        self._complete: CompleteGroups
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._error: Exception | None = None
         self._run_id = ""
-        self._step = 0
-        self._steps = 0
-        """How many steps can still use a group that starts now."""
-        self._waits = False
-        """Whether a step waits for its groups now."""
+        self._served = 0
+        """The step that the backend serves."""
+        self._left = 0
+        """How many epochs have not got their groups yet."""
+        self._under_way: deque[list[SampledGroup]] = deque()
+        """The groups of the epochs that have got theirs and have not ended."""
+        self._collecting = False
+        """Whether an epoch waits for its groups now."""
         self._watch = contextlib.ExitStack()
         self._timer: asyncio.TimerHandle | None = None
         self.clock: Callable[[], float] = time.monotonic
@@ -78,32 +82,38 @@ class OffPolicyBuilder:
                 hint="Add the method to your adapter, or set `max_steps_off_policy: 0`",
             )
         self._context, self._current_step = config, current_step
+        self._newest_step = getattr(config.trainer_adapter, "newest_step", current_step)
         groups = settings.groups_per_step or self.config.examples_per_epoch
         self._limits = Limits(
             settings.max_steps_off_policy, groups or len(config.examples), settings.oversample
         )
         self._file = GroupFile(config.output_dir)
 
-    def resume(self, position: Position | None, epoch: int) -> None:
-        """Continue with the groups that no epoch has used. Call it before the first epoch."""
+    def resume(self, position: Position | None, epoch: int, interrupted: int = 0) -> None:
+        """Continue with the groups that no epoch has used. Call it before the first epoch.
+
+        The first `interrupted` epochs after `epoch` have got their groups already.
+        """
+        self._under_way.extend([] for _ in range(interrupted))
         # Without a position, the run is new or has taken turns so far.
         self.position = position or Position(next=epoch * self._limits.groups)
-        self._finished = self._file.read(self.position)
-        self._next = max([self.position.next, *(number + 1 for number in self._finished)])
-        self._again = deque(unfinished(self.position, self._finished, self._next))
-        if self._finished:
-            logger.info("%s groups were sampled before the restart", len(self._finished))
+        groups = self._file.read(self.position)
+        self._complete = CompleteGroups(self._limits, self._teaches, groups.values())
+        self._next = max([self.position.next, *(number + 1 for number in groups)])
+        self._again = deque(unfinished(self.position, groups, self._next))
+        if groups:
+            logger.info("%s groups were sampled before the restart", len(groups))
 
     async def start_run(self, run_id: str, meta: Json | None = None) -> None:
-        """Say that the next step may begin. The groups for it may be complete already."""
+        """Say that groups are wanted for the next step. They may be complete already."""
         context = self._ready()
-        self._begin(int(await self._current_step()))
-        self._file.keep(self._finished.values())  # the epochs before are committed
+        self._served = int(await self._current_step())
+        self._complete.begin(int(await self._newest_step()))
         if not self._run_id:
             self._watch.enter_context(context.runner.watched())
         self._run_id = run_id
-        left = context.config.finetuning.num_epochs - (meta or {}).get("epoch", 0)
-        self._steps, self._waits = min(self._limits.max_age + 1, left), True
+        self._left = context.config.finetuning.num_epochs - (meta or {}).get("epoch", 0)
+        self._collecting = True
         self._start_more()
 
     async def finalize(self, run_id: str, meta: Json | None = None) -> TrajectoryCollection:
@@ -111,20 +121,15 @@ class OffPolicyBuilder:
         context = self._ready()
         self._check()
         await self._collect()
-        while (step := int(await self._current_step())) != self._step:
-            self._begin(step)  # another client trained the model meanwhile
+        while (step := int(await self._newest_step())) != self._complete.step:
+            self._complete.begin(step)  # another client trained the model meanwhile
             self._start_more()
             await self._collect()
-        trained, idle = self._limits.take(*self._divided(), self._step)
-        lost = [self._finished[number] for number in self._written_off]
-        taken = sorted([*trained, *idle, *lost], key=lambda group: group.number)
-        self._written_off = set()
-        self.ages = ages(trained, self._step)
-        for group in taken:
-            del self._finished[group.number]
-        self._steps, self._waits = min(self._limits.max_age, self._steps - 1), False
+        taken, self.ages = self._complete.take()
+        self._under_way.append(taken)
+        self._left, self._collecting = self._left - 1, False
         self.position = Position(
-            self._next, sorted({*self._started, *self._finished, *self._again})
+            self._next, sorted({*self._started, *self._complete.numbers, *self._again})
         )
         self._start_more()
         lost_runs = self._summarize(taken)
@@ -132,9 +137,20 @@ class OffPolicyBuilder:
         records = (row for group in taken for row in group.records)
         return collect(context, run_id, meta, groups, lost_runs, records)
 
+    async def epoch_ended(self) -> None:
+        """Say that the oldest epoch under way is in the history, and its step is served."""
+        self._under_way.popleft()
+        waiting = itertools.chain(*self._under_way, self._complete)
+        self._file.keep(group.number for group in waiting)
+        self._served = int(await self._current_step())
+        if self._collecting:
+            self._complete.begin(int(await self._newest_step()))
+        self._changed.set()
+        self._start_more()
+
     async def cancel(self) -> None:
         """Stop sampling. Complete groups stay in their file for `--resume`."""
-        self._steps = 0
+        self._left = 0
         for task in self._tasks:
             task.cancel()
         groups = [group.cancel() for group in self._started.values()]
@@ -152,49 +168,29 @@ class OffPolicyBuilder:
         warn_of_failures(lost)
         return lost
 
-    def _begin(self, step: int) -> None:
-        """Make the complete groups ready for training from `step`.
-
-        Groups that lost their runs, in an outage or by their age, say nothing about the examples.
-        They are reported with this step, but do not count among the groups sampled for it.
-        """
-        self._step = step
-        for number, group in self._finished.items():
-            self._finished[number] = self._current(group)
-        self._written_off = {
-            number
-            for number, group in self._finished.items()
-            if len(group.trajectories) < FEWEST_RUNS
-        }
-
-    def _divided(self) -> tuple[list[SampledGroup], list[SampledGroup]]:
-        counted = self._finished.keys() - self._written_off
-        return divide((self._finished[number] for number in counted), self._teaches)
-
     def _teaches(self, rewards: Sequence[float]) -> bool:
         config = self._ready().config.finetuning.curriculum_learning
         return len(set(rewards)) > 1 and curriculum.differ(config, rewards)
 
-    def _current(self, group: SampledGroup) -> SampledGroup:
-        """Return the group without stale runs. One that teaches nothing is not lost by its age."""
-        if not self._teaches(group.rewards):
-            return group
-        return group.without_stale(self._step, self._limits.max_age)
-
     def _enough(self) -> bool:
         """Whether a step can begin. Shows how many of its groups are complete."""
-        ready, idle = self._divided()
+        ready, idle = self._complete.divided()
         self._ready().progress.groups(len(ready), self._limits.groups)
-        return self._limits.enough(ready=len(ready), idle=len(idle))
+        # While another epoch trains, there is time for more: an outage may be over by then.
+        counted = 0 if self._under_way else len(idle)
+        return self._limits.enough(ready=len(ready), idle=counted)
 
     async def _collect(self) -> None:
         """Wait until a step can begin, and no group would go stale if it did."""
         while not self._enough():
             await self._change()
+        # While another epoch trains, nothing is gained by leaving out those that have not ended.
+        while self._under_way and self._due():
+            await self._change()
         await self._leave_out_stragglers()
 
     async def _change(self) -> None:
-        """Wait until a group has ended, and raise if it could not be sampled."""
+        """Wait until a group or an epoch has ended, and raise if a group could not be sampled."""
         self._changed.clear()
         await self._changed.wait()
         self._check()
@@ -203,18 +199,24 @@ class OffPolicyBuilder:
         if self._error is not None:
             raise self._error
 
-    async def _leave_out_stragglers(self) -> None:
-        """Complete the groups that would be too old for a later step, without their stragglers."""
+    def _due(self) -> dict[int, StartedGroup]:
+        """Return the groups that would be too old for a later step, and have enough runs."""
         context = self._ready()
-        waiting = []
-        for number, group in list(self._started.items()):
+        found = {}
+        for number, group in self._started.items():
             ended = [run for run in group.ended if run.failure is None]
             steps = [sampled_by(context, run, group.step) for run in ended]
-            if sum(self._limits.is_due(step, self._step) for step in steps) >= FEWEST_RUNS:
-                if group.running:
-                    self._keep(group.leave_out(Failure.STALE, LEFT_OUT))
-                waiting.append(number)  # until it is scored
-        while any(number in self._started for number in waiting):
+            if sum(self._limits.is_due(step, self._complete.step) for step in steps) >= FEWEST_RUNS:
+                found[number] = group
+        return found
+
+    async def _leave_out_stragglers(self) -> None:
+        """Complete the groups that are due without their stragglers."""
+        due = self._due()
+        for group in due.values():
+            if group.running:
+                self._keep(group.leave_out(Failure.STALE, LEFT_OUT))
+        while any(number in self._started for number in due):  # until they are scored
             await self._change()
 
     def _start_more(self) -> None:
@@ -224,13 +226,13 @@ class OffPolicyBuilder:
         """
         context = self._ready()
         slots = context.config.eval.general.max_concurrency
-        ready, idle = self._divided()
+        ready, idle = self._complete.divided()
         while (
             self._error is None
             and sum(group.running for group in self._started.values()) < slots
             and self._limits.may_start(
-                self._steps,
-                waits=self._waits,
+                min(self._limits.max_age + 1 - len(self._under_way), self._left),
+                waits=self._collecting and not self._under_way,
                 live=len(self._started) + len(ready),
                 idle=len(idle),
                 lagging=[group.lagging for group in self._started.values() if group.lagging],
@@ -245,7 +247,7 @@ class OffPolicyBuilder:
                 f"{self._run_id}-group-{number}",
                 self._more_may_start,
                 number=number,
-                step=self._step,
+                step=self._served,
                 clock=self.clock,
             )
             self._started[number] = group
@@ -284,7 +286,7 @@ class OffPolicyBuilder:
                 records=[plain(record(run)) for run in runs],
             )
             self._file.append(sampled)
-            self._finished[number] = self._current(sampled)
+            self._complete.add(sampled)
         except Exception as error:  # the next `finalize` raises it
             self._error = self._error or error
         del self._started[number]

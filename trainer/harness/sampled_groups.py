@@ -102,15 +102,19 @@ class GroupFile:
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / FILE
+        self._lines: dict[int, bytes] = {}
+        """The groups in the file by number, as they stand there."""
 
     def append(self, group: SampledGroup) -> None:
         """Write a group durably; only then may it be trained."""
-        append_lines(self.path, [group])
+        line = self._lines[group.number] = json_text.dump(group)
+        append_lines(self.path, [line])
         sync(self.path)
 
-    def keep(self, groups: Iterable[SampledGroup]) -> None:
+    def keep(self, numbers: Iterable[int]) -> None:
         """Replace the file by one with these groups only."""
-        replace_text(self.path, "".join(f"{json_text.dump(group).decode()}\n" for group in groups))
+        self._lines = {number: self._lines[number] for number in numbers}
+        replace_text(self.path, "".join(f"{line.decode()}\n" for line in self._lines.values()))
 
     def read(self, position: Position) -> dict[int, SampledGroup]:
         """Return the groups that no epoch has used. Damaged ones are sampled again."""
@@ -125,6 +129,7 @@ class GroupFile:
                 continue
             if not position.has_used(group.number):
                 groups[group.number] = group
+                self._lines[group.number] = json_text.dump(group)
         if damaged:
             logger.warning("`%s` has %s damaged lines, which are not used", self.path, damaged)
         return groups

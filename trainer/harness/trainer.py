@@ -1,8 +1,11 @@
-"""`ARTTrainer`: the epoch loop. Each epoch samples, chooses groups, trains and records."""
+"""`ARTTrainer`: the epoch loop. Each epoch samples, chooses groups, trains and records.
+
+Where groups are sampled ahead, the next epoch is submitted while one trains, so that the backend
+goes from step to step without a pause. Epochs still end, and are recorded, one after the other.
+"""
 
 import asyncio
 import logging
-import random
 import time
 import uuid
 from typing import IO, Any
@@ -13,16 +16,14 @@ from trainer.harness import curriculum, history, plots
 from trainer.harness.components import ArtTrainerConfig
 from trainer.harness.context import Context
 from trainer.harness.curriculum import CurriculumState
+from trainer.harness.epoch import EpochUnderWay, sample_epoch, step_of
 from trainer.harness.epoch_rules import (
     check_backend_step,
     check_early_stopping,
     check_for_runs,
-    epoch_metrics,
-    groups_with_signal,
     reason_to_stop,
     reasons_for_no_training,
     reward_row,
-    tell_the_plan,
 )
 from trainer.harness.history import History, Pending
 from trainer.harness.off_policy import OffPolicyBuilder
@@ -32,7 +33,6 @@ from trainer.harness.types import (
     TrainingJobRef,
     TrainingJobStatus,
     TrainingStatusEnum,
-    TrajectoryCollection,
 )
 from trainer.harness.validation import validate
 
@@ -49,8 +49,12 @@ class ARTTrainer:
         self._context: Context | None = None
         self._history: History | None = None
         self._reporters: list[Reporter] = []
-        self._pending: Pending
-        self._epoch_started = self._train_started = 0.0
+        self._interrupted: dict[int, Pending] = {}
+        """Epochs that an earlier program sampled and did not finish, by their number."""
+        self._under_way: dict[int, EpochUnderWay] = {}
+        """The epochs that are sampled and have not ended, by their number."""
+        self._ended = 0.0
+        """When the last epoch ended, or the run began."""
         self._drawn = -DRAW_INTERVAL
         self._lock: IO[str] | None = None
 
@@ -74,8 +78,10 @@ class ARTTrainer:
         self._history = past
         builder = config.trajectory_builder
         await builder.initialize(config)
+        interrupted = past.interrupted()
+        self._interrupted = {pending.epoch: pending for pending in interrupted}
         if isinstance(builder, OffPolicyBuilder):
-            builder.resume(past.unused(), past.epoch)
+            builder.resume(past.unused(interrupted), past.epoch, len(interrupted))
         await config.trainer_adapter.initialize(config)
         self._reporters = load_reporters(config, past.run_id)
 
@@ -84,14 +90,17 @@ class ARTTrainer:
         context, past = self._ready()
         statuses: list[TrainingJobStatus] = []
         context.progress.begin(num_epochs, past.epoch)
+        following: asyncio.Task[TrainingJobRef | None] | None = None
         try:
             if past.epoch:
                 logger.info("Resuming run %s after epoch %s", past.run_id, past.epoch)
                 check_backend_step(await self._step(), past.metrics[-1].get("step"))
             else:
                 await self._validate_alone(0)
+            self._ended = time.monotonic()
             while past.epoch < num_epochs:
-                ref = await self.run_epoch(past.epoch, past.run_id)
+                ref = await (following or self.run_epoch(past.epoch, past.run_id))
+                following = self._follow(num_epochs)
                 status = await self._finish_epoch(ref, num_epochs)
                 statuses.append(status)
                 if status.status in (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED):
@@ -105,11 +114,16 @@ class ARTTrainer:
                 if reason := reason_to_stop(rule, past.rewards, past.validation):
                     logger.info("Stopping after epoch %s: %s", past.epoch, reason)
                     break
+                if isinstance(context.trajectory_builder, OffPolicyBuilder):
+                    await context.trajectory_builder.epoch_ended()
             check_for_runs(past.metrics)
             await self._validate_alone(past.epoch)  # if it stopped early, or has fewer epochs now
             self._draw()
             return statuses
         finally:
+            if following:  # what it has submitted is trained, and recorded on `--resume`
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
             self.close()
 
     def close(self) -> None:
@@ -120,19 +134,34 @@ class ARTTrainer:
         if self._lock:
             self._lock.close()
 
+    def _follow(self, num_epochs: int) -> "asyncio.Task[TrainingJobRef | None] | None":
+        """Sample and submit the next epoch while this one trains, unless it decides about it."""
+        context, past = self._ready()
+        epoch = past.epoch + 1
+        if (
+            epoch == num_epochs
+            or self._is_validated(epoch, num_epochs)
+            or context.config.finetuning.early_stopping
+            or not isinstance(context.trajectory_builder, OffPolicyBuilder)
+            or not hasattr(context.trainer_adapter, "newest_step")
+        ):
+            return None
+        return asyncio.create_task(self.run_epoch(epoch, past.run_id))
+
     async def run_epoch(self, epoch: int, run_id: str) -> TrainingJobRef | None:
         """Sample and submit epoch `epoch` (from 0). Return None if there is nothing to train on."""
         context, past = self._ready()
         logger.info("Starting epoch %s for run %s", epoch + 1, run_id, extra=EACH_EPOCH)
-        self._epoch_started = time.monotonic()
-        interrupted = past.pending()
-        self._pending = pending = interrupted or await self._sample(epoch, run_id)
-        past.curriculum = CurriculumState.from_json(pending.curriculum)
-        past.position = pending.position or past.position
-        self._train_started = time.monotonic()
-        if interrupted and await self._was_trained(interrupted):
+        started = time.monotonic()
+        interrupted = self._interrupted.pop(epoch + 1, None)
+        pending = interrupted or await self._sample(epoch, run_id)
+        trained = interrupted is not None and await self._was_trained(interrupted)
+        self._under_way[epoch + 1] = EpochUnderWay(pending, started, time.monotonic())
+        if trained:
             logger.info("Epoch %s was trained before the restart", epoch + 1)
-            return TrainingJobRef(run_id=run_id, backend="resumed", metadata={"trained": True})
+            step = None if pending.step is None else pending.step + 1
+            metadata = {"trained": True, "step": step}
+            return TrainingJobRef(run_id=run_id, backend="resumed", metadata=metadata)
         await asyncio.to_thread(past.begin_training, pending)
         if not pending.collection.trajectories:
             return None
@@ -140,85 +169,49 @@ class ARTTrainer:
         return await context.trainer_adapter.submit(pending.collection)
 
     async def _sample(self, epoch: int, run_id: str) -> Pending:
-        """Sample the epoch's trajectories and choose the groups to train on."""
-        context, past = self._ready()
         started = time.monotonic()
-        meta: Json = {"epoch": epoch, "run_id": run_id}
-        builder = context.trajectory_builder
-        await builder.start_run(run_id=run_id, meta=meta)
-        sampled = await builder.finalize(run_id=run_id, meta=meta)
-        ahead = builder if isinstance(builder, OffPolicyBuilder) else None
-        if not sampled.trajectories:
-            logger.warning("No trajectories collected for epoch %s", epoch + 1)
-        chosen = self._choose(sampled, epoch)
-        step = await self._step()
-        if step is not None:
-            tell_the_plan(chosen, step + context.config.finetuning.num_epochs - epoch)
-        row = {
-            **epoch_metrics(epoch + 1, sampled, chosen, past.curriculum.current_percentile),
-            "failures": dict(getattr(builder, "lost", {})),
-            "commonest_failure": getattr(builder, "commonest_failure", ""),
-            "metrics": dict(getattr(builder, "metrics", {})),
-            **(ahead.ages if ahead else {}),
-            "time/sample_s": time.monotonic() - started,
-        }
-        return Pending(
-            epoch=epoch + 1,
-            step=step,
-            row=row,
-            collection=chosen,
-            curriculum=past.curriculum.as_json(),
-            position=ahead.position if ahead else None,
-        )
-
-    def _choose(self, sampled: TrajectoryCollection, epoch: int) -> TrajectoryCollection:
-        """Return the groups that the curriculum selects, or none if none of them has a signal."""
+        before = self._under_way.get(epoch)
+        state = CurriculumState.from_json(before.pending.curriculum) if before else None
         context, past = self._ready()
-        config = context.config.finetuning.curriculum_learning
-        rng = random.Random(f"{context.config.finetuning.seed}/{epoch}")
-        state = curriculum.expand(config, past.curriculum, epoch)
-        chosen, past.curriculum = curriculum.select(config, state, sampled.rewards, rng)
-        # The backend drops groups with equal rewards too, but counts and shows them.
-        kept = [sampled.trajectories[index] for index in chosen]
-        if sampled.trajectories and not groups_with_signal(kept):
-            kept = []
-            logger.warning(
-                "Nothing to train on in epoch %s: in every group the rewards are equal, "
-                "or differ by less than `min_reward_diff`",
-                epoch + 1,
-            )
-        return sampled.model_copy(update={"trajectories": kept})
+        pending = await sample_epoch(context, epoch, run_id, state or past.curriculum)
+        waited = time.monotonic() - max(started, self._ended)
+        pending.row["time/sample_s"] = 0.0 if self._under_way else waited
+        return pending
 
     async def _finish_epoch(self, ref: TrainingJobRef | None, num_epochs: int) -> TrainingJobStatus:
         """Wait for the training, validate if it is due, and record the epoch."""
         context, past = self._ready()
-        pending = self._pending
+        under_way = self._under_way[past.epoch + 1]
+        pending = under_way.pending
         status = await self._await_training(ref, past.run_id)
         if status.status in (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED):
             return status
         metadata = status.metadata or {}
+        step = metadata.get("step")
         row = {
             **pending.row,
-            "step": await self._step(),
+            "step": await self._step() if step is None else step,
             **(metadata.get("metrics") or {}),
-            "time/train_s": time.monotonic() - self._train_started,
+            "time/train_s": time.monotonic() - max(under_way.sampled, self._ended),
         }
         trainable = row.get("data/step_num_groups_trainable", row["filtered_groups"])
         past.idle = 0 if trainable else past.idle + 1
         past.trained += bool(trainable)
         past.epoch += 1
+        past.curriculum = CurriculumState.from_json(pending.curriculum)
+        past.position = pending.position or past.position
         validation = None
-        if context.validation is not None and (
-            past.epoch % context.validation_interval == 0 or past.epoch == num_epochs
-        ):
+        if self._is_validated(past.epoch, num_epochs):
             started = time.monotonic()
             validation = await self._validate(past.epoch)
             row["time/validate_s"] = time.monotonic() - started
-        row["time/epoch_s"] = time.monotonic() - self._epoch_started
+        row["time/epoch_s"] = time.monotonic() - max(under_way.started, self._ended)
+        self._ended = time.monotonic()
         past.metrics.append(row)
         past.rewards.append(reward_row(row))
         past.save()
         past.end_training()
+        del self._under_way[past.epoch]
         if time.monotonic() - self._drawn > DRAW_INTERVAL:
             self._draw()
         self._report(row, validation)
@@ -242,8 +235,15 @@ class ARTTrainer:
                 backend="openpipe-art",
                 status=TrainingStatusEnum.COMPLETED,
                 message="No trajectories to train on" if ref is None else "Already trained",
+                metadata=None if ref is None else {"step": (ref.metadata or {})["step"]},
             )
         return await context.trainer_adapter.wait_until_complete(ref)
+
+    def _is_validated(self, epoch: int, num_epochs: int) -> bool:
+        """Whether a validation follows the epoch, numbered from 1."""
+        context, _ = self._ready()
+        due = epoch % context.validation_interval == 0 or epoch == num_epochs
+        return context.validation is not None and due
 
     async def _validate(self, epoch: int) -> Json:
         context, past = self._ready()
@@ -264,12 +264,12 @@ class ARTTrainer:
     async def _was_trained(self, pending: Pending) -> bool:
         """Whether the backend has finished the step of an interrupted epoch."""
         step = await self._step()
-        check_backend_step(step, pending.step)
+        if not self._under_way:  # otherwise the step that it is trained from may still train
+            check_backend_step(step, pending.step)
         return step is not None and pending.step is not None and step > pending.step
 
     async def _step(self) -> int | None:
-        current_step = getattr(self._ready()[0].trainer_adapter, "current_step", None)
-        return int(await current_step()) if current_step else None
+        return await step_of(self._ready()[0].trainer_adapter)
 
     def _draw(self) -> None:
         context, past = self._ready()

@@ -1,7 +1,8 @@
 """`ARTTrainerAdapter`: submits trajectories to the backend and waits for the training.
 
 The backend may restart at any moment. An interrupted request is sent again unchanged, and the
-backend trains it only once, because it keeps a journal.
+backend trains it only once, because it keeps a journal. A job may be submitted while the one before
+it trains: the backend trains it next, and from no other step.
 """
 
 import asyncio
@@ -14,12 +15,13 @@ from typing import Any
 import httpx
 
 from kit.types import Json
-from trainer.client import ArtBackend, means
+from trainer.client import ArtBackend
 from trainer.errors import Conflict, NotConnected, NotFound, NotReady, TrainerError
 from trainer.harness import episodes
 from trainer.harness.backend_config import ArtBackendConfig
 from trainer.harness.components import ArtTrainerAdapterConfig
 from trainer.harness.progress import EACH_EPOCH
+from trainer.harness.training_job import BACKEND, Job
 from trainer.harness.types import (
     TrainingJobRef,
     TrainingJobStatus,
@@ -29,7 +31,8 @@ from trainer.harness.types import (
 )
 
 logger = logging.getLogger(__name__)
-BACKEND = "openpipe-art"
+KEPT = 8  # jobs whose status can be asked for
+AGAIN_S = 1.0  # until a job is sent again that arrived before the one that it follows
 
 
 @dataclass(frozen=True)
@@ -73,14 +76,6 @@ class WireGroup:
         return self.body
 
 
-@dataclass
-class _Job:
-    ref: TrainingJobRef
-    rows: list[dict[str, float]]
-    """Metrics of the gradient steps so far."""
-    task: "asyncio.Task[None]"
-
-
 class ARTTrainerAdapter:
     """Submits trajectories to `trainer serve`. `initialize` connects to it."""
 
@@ -88,7 +83,8 @@ class ARTTrainerAdapter:
         self.config = config
         self._model = WireModel(config.backend)
         self._client: ArtBackend | None = None
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[int, Job] = {}
+        """The last jobs by their step, in order."""
 
     async def initialize(self, config: Any = None) -> None:
         """Connect, register the model and load it. Raise if the backend does not answer."""
@@ -105,7 +101,7 @@ class ARTTrainerAdapter:
     async def close(self) -> None:
         """Cancel running jobs, which would try to reconnect, then close the connection."""
         for job in self._jobs.values():
-            await self.cancel(job.ref)
+            await job.cancel()
         if self._client:
             await self._client.close()
 
@@ -119,6 +115,11 @@ class ARTTrainerAdapter:
                 raise
         await self._connect(patience=self.config.wait_for_backend)
         return await self._ready()._get_step(self._model)
+
+    async def newest_step(self) -> int:
+        """Return the step that the next job is trained from, which may still train itself."""
+        submitted = [step for step, job in self._jobs.items() if not job.is_over]
+        return max([await self.current_step(), *submitted])
 
     async def log_validation(self, runs: Sequence[WorkflowRun]) -> None:
         """Send validation runs to the backend, which logs them as `val/reward`, also to W&B."""
@@ -136,7 +137,7 @@ class ARTTrainerAdapter:
                 if not (trajectory.metadata or {}).get("recorded"):
                     for episode in (trajectory.episode, *trajectory.additional_episodes):
                         episodes.check_order(episode)
-        step = await self.current_step()
+        step = await self.newest_step()
         self._warn_if_schedule_ended(step)
         if self.config.backend.delete_old_checkpoints:
             await self._delete_old_checkpoints(step)
@@ -145,8 +146,13 @@ class ARTTrainerAdapter:
         )
         groups = [WireGroup(group) for group in episodes.wire_groups(trajectories)]
         rows: list[dict[str, float]] = []
-        task = asyncio.create_task(self._train(step + 1, rows, groups))
-        self._jobs[trajectories.run_id] = _Job(ref, rows, task)
+        before = self._jobs.get(step)
+        if before:
+            before.check()  # no `await` from here on
+        task = asyncio.create_task(self._train(step + 1, rows, groups, before))
+        self._jobs[step + 1] = Job(step + 1, rows, task)
+        for old in [old for old in self._jobs if old <= step + 1 - KEPT]:
+            del self._jobs[old]
         logger.info(
             "Submitted %s trajectories in %s groups for training",
             trajectories.count,
@@ -173,29 +179,7 @@ class ARTTrainerAdapter:
             )
 
     async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
-        job = self._jobs[ref.run_id]
-        metadata: Json = {"step": (job.ref.metadata or {})["step"], "metrics": means(job.rows)}
-        state, message, progress = TrainingStatusEnum.RUNNING, None, None
-        if job.rows and (total := job.rows[-1].get("num_gradient_steps")):
-            progress = 100 * len(job.rows) / total
-        if job.task.cancelled():
-            state = TrainingStatusEnum.CANCELED
-        elif job.task.done():
-            error = job.task.exception()
-            state = TrainingStatusEnum.FAILED if error else TrainingStatusEnum.COMPLETED
-            if error is not None:
-                message = getattr(error, "message", None) or f"{type(error).__name__}: {error}"
-                metadata["hint"] = getattr(error, "hint", "")
-            else:
-                progress = 100.0
-        return TrainingJobStatus(
-            run_id=ref.run_id,
-            backend=BACKEND,
-            status=state,
-            progress=progress,
-            message=message,
-            metadata=metadata,
-        )
+        return self._job(ref).status(ref)
 
     async def wait_until_complete(
         self, ref: TrainingJobRef, poll_interval: float = 10.0
@@ -204,31 +188,48 @@ class ARTTrainerAdapter:
 
         Progress goes to the debug log every `poll_interval` seconds.
         """
-        task = self._jobs[ref.run_id].task
-        while not (await asyncio.wait([task], timeout=poll_interval))[0]:
+        job = self._job(ref)
+        while not (await asyncio.wait([job.task], timeout=poll_interval))[0]:
             progress = (await self.status(ref)).progress
             logger.debug("training %s: %s %%", ref.run_id, progress)
-        status = await self.status(ref)
+        status, job.told = job.status(ref), True
         if status.status == TrainingStatusEnum.COMPLETED:
             logger.info("Training %s completed successfully.", ref.run_id, extra=EACH_EPOCH)
         return status
 
     async def cancel(self, ref: TrainingJobRef) -> None:
         """Stop waiting for a job. If the backend has started the step, it still finishes it."""
-        job = self._jobs[ref.run_id]
-        job.task.cancel()
-        await asyncio.gather(job.task, return_exceptions=True)
+        await self._job(ref).cancel()
+
+    def _job(self, ref: TrainingJobRef) -> Job:
+        return self._jobs[(ref.metadata or {})["step"]]
 
     async def _train(
-        self, step: int, rows: list[dict[str, float]], groups: list[WireGroup]
+        self,
+        step: int,
+        rows: list[dict[str, float]],
+        groups: list[WireGroup],
+        before: Job | None,
     ) -> None:
+        """Train the groups as `step`; not before the job `before`, nor in its place."""
         settings = self.config.training.wire()
         while True:
             rows.clear()
+            follows = before is not None and not before.task.done()
+            parent = step - 1 if follows else None
             try:
-                async for row in self._ready()._train_model(self._model, groups, {}, settings):
+                if before:
+                    before.check()
+                async for row in self._ready()._train_model(
+                    self._model, groups, {}, settings, parent_step=parent
+                ):
                     rows.append(row)
                 return
+            except Conflict:
+                # The job before has not arrived yet, or another client's step came between.
+                if before is None or parent is None:
+                    raise
+                await asyncio.wait([before.task], timeout=AGAIN_S)
             except TrainerError as exc:
                 if not _is_unreachable(exc):
                     raise

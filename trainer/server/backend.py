@@ -249,8 +249,11 @@ class Backend:
 
     # Training
 
-    async def train(self, request: TrainRequest) -> Training:
-        """Check the request, journal it and start its step."""
+    async def train(self, request: TrainRequest, parent_step: int | None = None) -> Training:
+        """Check the request, journal it and start its step.
+
+        With `parent_step`, it is trained from that step or not at all.
+        """
         model = self.models.get(request.model)
         self.last_activity = time.monotonic()
         if not model.prepared:
@@ -264,6 +267,12 @@ class Backend:
                 raise Conflict(
                     f"Model `{model.name}` was deleted while its request waited",
                     hint="Register the model that has its name now, and send the request again",
+                )
+            if parent_step not in (None, parent):
+                raise Conflict(
+                    f"The request is to be trained from step {parent_step} of `{model.name}`, but "
+                    f"the newest one is step {parent}",
+                    hint="Send it again once that step is under way, or without `parent_step`",
                 )
             config = step_config(request, model, parent)
             _check_something(request.trajectory_groups)

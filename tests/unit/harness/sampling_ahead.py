@@ -20,6 +20,7 @@ from trainer.harness.types import (
     Example,
     TrainingJobRef,
     TrainingJobStatus,
+    TrainingStatusEnum,
     TrajectoryCollection,
 )
 
@@ -95,6 +96,35 @@ class Backend(FakeAdapter):
     def examples(self, step: int) -> set[str]:
         """Ids of the examples that made `step`."""
         return {name.split("-")[-2] for group in self.trained[step - 1] for name in group}
+
+
+class QueueingBackend(Backend):
+    """Takes the next step while one trains. The step `fail_at` fails, and those after it."""
+
+    def __init__(self, step: int = 0, *, fail_at: int | None = None) -> None:
+        super().__init__(quick=False)
+        self.step = self._submitted = step
+        self._fails = fail_at
+
+    async def newest_step(self) -> int:
+        return max(self.step, self._submitted)
+
+    async def submit(self, trajectories: TrajectoryCollection) -> TrainingJobRef:
+        ref = await super().submit(trajectories)
+        self._submitted += 1
+        return ref.model_copy(update={"metadata": {"step": self._submitted}})
+
+    async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
+        step = (ref.metadata or {})["step"]
+        if self._fails is not None and step >= self._fails:
+            failed = TrainingStatusEnum.FAILED
+            return TrainingJobStatus(run_id=ref.run_id, backend="fake", status=failed)
+        assert step == self.step + 1, "steps end in order"
+        self.step = step
+        done = TrainingStatusEnum.COMPLETED
+        return TrainingJobStatus(
+            run_id=ref.run_id, backend="fake", status=done, metadata={"step": step}
+        )
 
 
 def setup(

@@ -35,6 +35,8 @@ def test_an_epoch_is_read_as_it_was_written(tmp_path: Path, content: str) -> Non
     pending = Pending(1, 0, {"avg_reward": 1.0}, collection, curriculum, Position(2, [1]))
     epochs = History(tmp_path, "id")
     epochs.begin_training(pending)
-    assert epochs.pending() == pending
+    assert epochs.interrupted() == [pending]
+    epochs.epoch = 1
     epochs.end_training()
-    assert epochs.pending() is None
+    epochs.epoch = 0
+    assert epochs.interrupted() == []

@@ -277,7 +277,7 @@ async def test_groups_that_were_lost_while_a_step_trained_do_not_count_for_the_n
     made.runner._workflow = workflow
     builder: Any = made.trajectory_builder
     async with training(made) as task:
-        await until(lambda: bool(backend.trained) and len(builder._finished) == 3)
+        await until(lambda: bool(backend.trained) and len(builder._complete) == 3)
         for _ in range(4):
             backend.finish()
         await asyncio.wait_for(task, PATIENCE)

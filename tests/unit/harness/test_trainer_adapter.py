@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import httpx
 import pytest
@@ -108,7 +108,7 @@ async def test_a_finished_step_is_not_sent_again_if_only_its_answer_was_lost() -
     sent: list[int] = []
 
     class Interrupted:
-        async def _train_model(self, *_: object) -> AsyncIterator[dict[str, float]]:
+        async def _train_model(self, *_: object, **__: object) -> AsyncIterator[dict[str, float]]:
             sent.append(1)
             yield {"num_gradient_steps": 4}
             raise TrainerError("cut off") from httpx.ReadError("cut off")
@@ -123,7 +123,7 @@ async def test_a_finished_step_is_not_sent_again_if_only_its_answer_was_lost() -
     config = {"_type": "openpipe_art_trainer_adapter", "backend": {**BACKEND, "port": 7999}}
     adapter = ARTTrainerAdapter(ArtTrainerAdapterConfig.model_validate(config))
     adapter._client = Interrupted()  # type: ignore[assignment]
-    await adapter._train(3, [], [])
+    await adapter._train(3, [], [], None)
     assert sent == [1]
 
 
@@ -138,7 +138,7 @@ async def test_a_step_that_an_earlier_program_submitted_is_joined_while_it_train
             sent.append(f"keep {steps}")
             raise Conflict("Model `m` is training")
 
-        async def _train_model(self, *_: object) -> AsyncIterator[dict[str, float]]:
+        async def _train_model(self, *_: object, **__: object) -> AsyncIterator[dict[str, float]]:
             sent.append("train")
             yield {"num_gradient_steps": 1}
 
@@ -149,3 +149,101 @@ async def test_a_step_that_an_earlier_program_submitted_is_joined_while_it_train
     ref = await adapter.submit(TrajectoryCollection(trajectories=[], run_id="r"))
     done = await adapter.wait_until_complete(ref)
     assert done.status == TrainingStatusEnum.COMPLETED and sent == ["keep [3]", "train"]
+
+
+class Queue:
+    """A backend whose steps end when the test says so; it refuses a step that comes too early."""
+
+    def __init__(self) -> None:
+        self.sent: list[int | None] = []
+        self.refused = 0
+        self.ends: dict[int, asyncio.Future[None]] = {}
+
+    async def _get_step(self, model: object) -> int:
+        return 3
+
+    async def _train_model(
+        self, *_: object, parent_step: int | None = None
+    ) -> AsyncIterator[dict[str, float]]:
+        self.sent.append(parent_step)
+        if self.refused and parent_step is not None:
+            self.refused -= 1
+            raise Conflict("Another step is the newest")
+        end = self.ends[parent_step or 3] = asyncio.get_running_loop().create_future()
+        await end
+        yield {"num_gradient_steps": 1}
+
+
+def queueing() -> tuple[ARTTrainerAdapter, Queue]:
+    config = {"_type": "openpipe_art_trainer_adapter", "backend": {**BACKEND, "port": 7999}}
+    adapter, queue = ARTTrainerAdapter(ArtTrainerAdapterConfig.model_validate(config)), Queue()
+    adapter._client = queue  # type: ignore[assignment]
+    return adapter, queue
+
+
+NOTHING = TrajectoryCollection(trajectories=[], run_id="r")
+
+
+async def until(happened: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not happened():
+            await asyncio.sleep(0.01)
+
+
+async def test_a_job_submitted_while_one_trains_is_trained_from_its_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer.harness.trainer_adapter.AGAIN_S", 0.01)
+    adapter, queue = queueing()
+    first = await adapter.submit(NOTHING)
+    await until(lambda: bool(queue.ends))
+    assert await adapter.newest_step() == 4
+    queue.refused = 2
+    second = await adapter.submit(NOTHING)
+    await until(lambda: len(queue.ends) == 2)
+    assert queue.sent == [None, 4, 4, 4], "sent again, until the one before has arrived"
+    queue.ends[3].set_result(None)
+    queue.ends[4].set_result(None)
+    for ref, step in ((first, 4), (second, 5)):
+        done = await adapter.wait_until_complete(ref)
+        assert done.status == TrainingStatusEnum.COMPLETED
+        assert done.metadata and done.metadata["step"] == step
+
+
+async def test_a_step_of_another_client_comes_between_two_jobs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer.harness.trainer_adapter.AGAIN_S", 0.01)
+    adapter, queue = queueing()
+    await adapter.submit(NOTHING)
+    await until(lambda: bool(queue.ends))
+    queue.refused = 10**6
+    await adapter.submit(NOTHING)
+    await until(lambda: len(queue.sent) > 3)
+    queue.ends.pop(3).set_result(None)
+    await until(lambda: bool(queue.ends))
+    assert queue.sent[-1] is None, "then it is trained from that client's step"
+    await adapter._jobs[5].cancel()
+
+
+async def test_no_job_takes_the_place_of_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.harness.trainer_adapter.AGAIN_S", 0.01)
+    adapter, queue = queueing()
+    first = await adapter.submit(NOTHING)
+    await until(lambda: bool(queue.ends))
+    queue.refused = 10**6
+    second = await adapter.submit(NOTHING)
+    await until(lambda: len(queue.sent) > 2)
+    queue.ends[3].set_exception(TrainerError("out of memory"))
+    failed = await adapter.wait_until_complete(second)
+    assert failed.status == TrainingStatusEnum.FAILED
+    assert failed.message == "Step 5 was not trained, because step 4 failed: out of memory"
+    sent = len(queue.sent)
+    with pytest.raises(TrainerError, match="Step 5 was not trained, because step 4 failed"):
+        await adapter.submit(NOTHING)
+    assert len(queue.sent) == sent and await adapter.newest_step() == 4
+    assert (await adapter.wait_until_complete(first)).status == TrainingStatusEnum.FAILED
+    queue.refused = 0
+    await adapter.submit(NOTHING)  # whoever knows of the failure may try again
+    await until(lambda: queue.sent[sent:] == [None])
+    await adapter._jobs[4].cancel()

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response
 
 from kit.types import Json
@@ -59,8 +59,9 @@ def routes(backend: Backend) -> APIRouter:
     @router.post("/_train_model", openapi_extra=describe(TrainRequest))
     async def train_model(
         body: Annotated[TrainRequest, Depends(large(TrainRequest))],
+        parent_step: Annotated[int | None, Query(ge=0)] = None,
     ) -> Response:
-        return await stream(await backend.train(body), verbose=body.verbose)
+        return await stream(await backend.train(body, parent_step), verbose=body.verbose)
 
     @router.post("/_train_sft", openapi_extra=describe(SftRequest))
     async def train_sft(
