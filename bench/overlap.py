@@ -122,10 +122,10 @@ def config_of(
         "llms": {"policy": llm},
         "workflow": {"_type": "bench.overlap:Tools", **agent, "latency": latency},
         "eval": {
-            # Enough for the groups of two steps: neither mode waits for a slot.
+            # By default enough for the groups of two steps: neither mode waits for a slot.
             "general": {
                 "dataset": {"_type": "bench.overlap:questions"},
-                "max_concurrency": 2 * runs,
+                "max_concurrency": arguments.concurrency or 2 * runs,
             },
             "evaluators": {"reward": {"_type": "python", "function": "bench.overlap:reward"}},
         },
@@ -229,6 +229,8 @@ def measure(arguments: argparse.Namespace, engine: str, table: Table) -> None:
                 name = f"latency-{latency:g}-prompt-{prompt}-ahead-{ahead}"
                 settings = {"latency": latency, "prompt": prompt, "max_steps_off_policy": ahead}
                 settings["steps"] = steps
+                if arguments.pin_runs and ahead:
+                    settings["pin_runs"] = True
                 rows, busy = run(arguments, directory, name, **settings)
                 print(f"{engine}, {name}: {medians(rows)}", flush=True)
                 begin, *_, end, _ = sorted(end for _, end in busy["learner"])
@@ -267,6 +269,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=4, help="groups per step")
     parser.add_argument("--generations", type=int, default=8, help="runs per group")
     parser.add_argument("--turns", type=int, default=2, help="calls of the model per run")
+    parser.add_argument("--concurrency", type=int, help="runs at once; twice those of a step")
     parser.add_argument("--tokens", type=int, default=64, help="most tokens per call")
     parser.add_argument(
         "--prompt", type=int, nargs="+", default=[0], help="more words per message to the model"
@@ -278,6 +281,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=8, help="rank of the LoRA")
     parser.add_argument("--latency", type=float, nargs="+", default=[1.0], help="of the tools")
     parser.add_argument("--ahead", type=int, nargs="+", default=[0, 1], help="steps off-policy")
+    parser.add_argument("--pin-runs", action="store_true", help="sample each run from one step")
     parser.add_argument("--warm", type=int, default=2, help="steps before those that count")
     parser.add_argument("--rate", type=float, default=30.0, help="tokens per second of a replay")
     parser.add_argument("--learner-s", type=float, default=0.0, help="least seconds of a step")

@@ -156,6 +156,10 @@ class FinetuningConfig(Config):
     oversample: float = Field(1.5, ge=1)
     """With `max_steps_off_policy`, at most this many times `groups_per_step` groups are sampled for
     a step, because groups with equal rewards are replaced and stragglers are not waited for."""
+    pin_runs: bool = False
+    """With `max_steps_off_policy`, sample all calls of a run from the step that was served when its
+    group began. Otherwise each call takes the newest step, and the engine reads the conversation
+    from its beginning again whenever that has changed."""
     early_stopping: EarlyStoppingConfig | None = None
     """When to stop before the last epoch. By default, all epochs run."""
     report_to: list[ReportTo] = Field(default_factory=list)

@@ -95,7 +95,7 @@ def _check_sampling_ahead(config: FinetuneConfig) -> None:
     finetuning = config.finetuning
     given = finetuning.model_fields_set
     if not finetuning.max_steps_off_policy:
-        for name in ("groups_per_step", "oversample"):
+        for name in ("groups_per_step", "oversample", "pin_runs"):
             if name in given:
                 raise ConfigError(
                     f"`finetuning.{name}` is not used with `max_steps_off_policy: 0`",

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from kit.errors import ConfigError
 from trainer.errors import TrainingFailed
 from trainer.harness import components as configs
 from trainer.harness.config import FinetuneConfig
@@ -79,6 +80,7 @@ async def _run(config: FinetuneConfig, context: Context, llms: Llms) -> Result:
     try:
         await trainer.initialize(context)
         await llms.probe()
+        _check_pins(context, llms)
         with context.progress:
             statuses = await trainer.run(config.finetuning.num_epochs)
     finally:
@@ -95,6 +97,16 @@ async def _run(config: FinetuneConfig, context: Context, llms: Llms) -> Result:
             hint = str((status.metadata or {}).get("hint") or TrainingFailed.hint)
             raise TrainingFailed(f"Training failed: {status.message}", hint=hint)
     return Result(config, statuses, getattr(trainer, "history", None))
+
+
+def _check_pins(context: Context, llms: Llms) -> None:
+    """Raise if runs are to sample from one step, and their endpoint knows no steps."""
+    name = context.target_llm or ""
+    if context.config.finetuning.pin_runs and not llms.endpoints[name].records:
+        raise ConfigError(
+            f"`finetuning.pin_runs` needs `trainer serve` behind the LLM `{name}`",
+            hint="Use the server's own address as its `base_url`, or remove the setting",
+        )
 
 
 def make_context(

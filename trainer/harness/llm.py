@@ -161,6 +161,8 @@ class _Rollout:
     completions: list[Completion] = field(default_factory=list)
     """Calls through `Llm.chat`."""
     rewards: list[float] = field(default_factory=list)
+    models: Mapping[str, str] = field(default_factory=dict)
+    """Names of models that this run uses instead of those in the config, by LLM."""
     used: set[tuple[str, str | None]] = field(default_factory=set)
     """(LLM, function) of every handle created in this run."""
 
@@ -185,7 +187,8 @@ class Llm:
 
     @property
     def model(self) -> str:
-        return self._endpoint.config.model_name
+        config = self._endpoint.config
+        return self._rollout.models.get(self.name, config.model_name)
 
     @property
     def config(self) -> LlmConfig:
@@ -263,8 +266,10 @@ class Llms:
     async def probe(self) -> None:
         await asyncio.gather(*(endpoint.probe() for endpoint in self.endpoints.values()))
 
-    def handle(self, rollout: str, name: str) -> Llm:
-        return Llm(_Rollout(rollout, self.endpoints), name)
+    def handle(self, rollout: str, name: str, model: str | None = None) -> Llm:
+        """Return a run's LLM. Our own gateway knows it as `model`, if that is given."""
+        models = {name: model} if model and self.endpoints[name].records else {}
+        return Llm(_Rollout(rollout, self.endpoints, models=models), name)
 
     async def completions(self, handle: Llm) -> list[Completion]:
         """Return all calls of the run in order, from the gateway's record if there is one."""

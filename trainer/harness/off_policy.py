@@ -12,9 +12,8 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 
-from kit.errors import ConfigError
 from kit.types import Json
 from trainer.harness import curriculum, episodes
 from trainer.harness.complete_groups import FEWEST_RUNS, CompleteGroups
@@ -22,6 +21,7 @@ from trainer.harness.components import ArtTrajectoryBuilderConfig
 from trainer.harness.context import Context
 from trainer.harness.metrics import plain
 from trainer.harness.off_policy_rules import Limits
+from trainer.harness.policy_steps import PolicySteps
 from trainer.harness.runner import commonest_failure, failures, record, warn_of_failures
 from trainer.harness.sampled_groups import GroupFile, Position, SampledGroup, unfinished
 from trainer.harness.started_group import StartedGroup
@@ -48,8 +48,7 @@ class OffPolicyBuilder:
         self.position = Position()
         """The groups that no epoch has used, after the last epoch."""
         self._context: Context | None = None
-        self._current_step: Callable[[], Awaitable[int]]
-        self._newest_step: Callable[[], Awaitable[int]]
+        self._policy: PolicySteps
         self._limits: Limits
         self._file: GroupFile
         self._next = 0
@@ -61,8 +60,6 @@ class OffPolicyBuilder:
         self._changed = asyncio.Event()
         self._error: Exception | None = None
         self._run_id = ""
-        self._served = 0
-        """The step that the backend serves."""
         self._left = 0
         """How many epochs have not got their groups yet."""
         self._under_way: deque[list[SampledGroup]] = deque()
@@ -75,19 +72,19 @@ class OffPolicyBuilder:
 
     async def initialize(self, config: Context) -> None:
         settings = config.config.finetuning
-        current_step = getattr(config.trainer_adapter, "current_step", None)
-        if current_step is None:
-            raise ConfigError(
-                "`finetuning.max_steps_off_policy` needs a trainer adapter with `current_step`",
-                hint="Add the method to your adapter, or set `max_steps_off_policy: 0`",
-            )
-        self._context, self._current_step = config, current_step
-        self._newest_step = getattr(config.trainer_adapter, "newest_step", current_step)
+        self._context = config
+        self._policy = PolicySteps(config.trainer_adapter, pin_runs=settings.pin_runs)
         groups = settings.groups_per_step or self.config.examples_per_epoch
         self._limits = Limits(
             settings.max_steps_off_policy, groups or len(config.examples), settings.oversample
         )
         self._file = GroupFile(config.output_dir)
+
+    @property
+    def pinned_steps(self) -> set[int]:
+        """The steps that runs under way, or started next, sample from to their end."""
+        steps = {self._policy.served, *(group.step for group in self._started.values())}
+        return steps if self._policy.pins else set()
 
     def resume(self, position: Position | None, epoch: int, interrupted: int = 0) -> None:
         """Continue with the groups that no epoch has used. Call it before the first epoch.
@@ -105,10 +102,10 @@ class OffPolicyBuilder:
             logger.info("%s groups were sampled before the restart", len(groups))
 
     async def start_run(self, run_id: str, meta: Json | None = None) -> None:
-        """Say that groups are wanted for the next step. They may be complete already."""
+        """Say that groups are wanted for the next step. They may be complete by now."""
         context = self._ready()
-        self._served = int(await self._current_step())
-        self._complete.begin(int(await self._newest_step()))
+        await self._policy.ask()
+        self._complete.begin(await self._policy.newest())
         if not self._run_id:
             self._watch.enter_context(context.runner.watched())
         self._run_id = run_id
@@ -121,7 +118,7 @@ class OffPolicyBuilder:
         context = self._ready()
         self._check()
         await self._collect()
-        while (step := int(await self._newest_step())) != self._complete.step:
+        while (step := await self._policy.newest()) != self._complete.step:
             self._complete.begin(step)  # another client trained the model meanwhile
             self._start_more()
             await self._collect()
@@ -139,12 +136,13 @@ class OffPolicyBuilder:
 
     async def epoch_ended(self) -> None:
         """Say that the oldest epoch under way is in the history, and its step is served."""
-        self._under_way.popleft()
+        await self._policy.ask()
+        newest = await self._policy.newest()
+        self._under_way.popleft()  # no `await` from here on: groups start by both
         waiting = itertools.chain(*self._under_way, self._complete)
         self._file.keep(group.number for group in waiting)
-        self._served = int(await self._current_step())
         if self._collecting:
-            self._complete.begin(int(await self._newest_step()))
+            self._complete.begin(newest)
         self._changed.set()
         self._start_more()
 
@@ -184,8 +182,10 @@ class OffPolicyBuilder:
         """Wait until a step can begin, and no group would go stale if it did."""
         while not self._enough():
             await self._change()
-        # While another epoch trains, nothing is gained by leaving out those that have not ended.
-        while self._under_way and self._due():
+        # While another epoch trains, there is time for those that no later step can use.
+        while self._under_way and any(
+            self._limits.is_due(group.step, self._complete.step) for group in self._started.values()
+        ):
             await self._change()
         await self._leave_out_stragglers()
 
@@ -247,7 +247,8 @@ class OffPolicyBuilder:
                 f"{self._run_id}-group-{number}",
                 self._more_may_start,
                 number=number,
-                step=self._served,
+                step=self._policy.served,
+                model=self._policy.model,
                 clock=self.clock,
             )
             self._started[number] = group

@@ -83,11 +83,13 @@ class ARTTrainerAdapter:
         self.config = config
         self._model = WireModel(config.backend)
         self._client: ArtBackend | None = None
+        self._builder: Any = None
         self._jobs: dict[int, Job] = {}
         """The last jobs by their step, in order."""
 
     async def initialize(self, config: Any = None) -> None:
         """Connect, register the model and load it. Raise if the backend does not answer."""
+        self._builder = getattr(config, "trajectory_builder", None)
         backend = self.config.backend
         host = f"[{backend.ip}]" if ":" in backend.ip else backend.ip
         self._client = ArtBackend(
@@ -120,6 +122,10 @@ class ARTTrainerAdapter:
         """Return the step that the next job is trained from, which may still train itself."""
         submitted = [step for step, job in self._jobs.items() if not job.is_over]
         return max([await self.current_step(), *submitted])
+
+    def model_at(self, step: int) -> str:
+        """Return the name by which the backend samples from a step."""
+        return f"{self._model.project}/{self._model.name}@{step}"
 
     async def log_validation(self, runs: Sequence[WorkflowRun]) -> None:
         """Send validation runs to the backend, which logs them as `val/reward`, also to W&B."""
@@ -163,7 +169,8 @@ class ARTTrainerAdapter:
 
     async def _delete_old_checkpoints(self, step: int) -> None:
         try:
-            await self._ready()._delete_checkpoint_files(self._model, [step])
+            kept = {step, *getattr(self._builder, "pinned_steps", ())}
+            await self._ready()._delete_checkpoint_files(self._model, sorted(kept))
         except Conflict as error:  # this very step trains: an earlier program has submitted it
             logger.info("Old checkpoints are deleted before the next step: %s", error.message)
 

@@ -35,7 +35,8 @@ async def until(name):
 
 async def answer(example, llm):
     """The first run waits for the file `release`. The others wait for it, late in the test."""
-    message = await llm.chat([{"role": "user", "content": example.question}], max_tokens=4)
+    messages = [{"role": "user", "content": example.question}]
+    message = await llm.chat(messages, max_tokens=4)
     if Path("block").exists():
         try:
             with Path("blocked").open("x") as file:
@@ -46,6 +47,8 @@ async def answer(example, llm):
                 await until("recorded")
         else:
             await until("release")
+            messages += [message, {"role": "user", "content": "And then?"}]
+            message = await llm.chat(messages, max_tokens=4)
     return message["content"]
 
 
@@ -129,14 +132,14 @@ def trained(server: Any, project: Any) -> dict[int, list[tuple[str, float, list[
 
 
 @pytest.mark.parametrize(
-    ("max_steps", "released_after", "failure"),
-    [(2, 1, None), (1, 2, "stale")],
-    ids=["trained later", "stale"],
+    ("max_steps", "released_after", "failure", "pin"),
+    [(2, 1, None, False), (2, 1, None, True), (1, 2, "stale", False)],
+    ids=["trained later", "pinned", "stale"],
 )
 def test_a_blocked_run_holds_no_step(
-    project: Any, server: Any, max_steps: int, released_after: int, failure: str | None
+    project: Any, server: Any, max_steps: int, released_after: int, failure: str | None, pin: bool
 ) -> None:
-    prepare(project, max_steps_off_policy=max_steps)
+    prepare(project, max_steps_off_policy=max_steps, pin_runs=pin)
     (project.directory / "block").write_text(str(released_after))
     epochs = 6
     with running(project, epochs) as process:
@@ -174,6 +177,9 @@ def test_a_blocked_run_holds_no_step(
              if row.get("data/lost_stale")}  # fmt: skip
     assert shown == ({epoch: 2} if failure else {}), "on the page, as any lost run"
     steps = trained(server, project)
+    by = [set(row[2]) for rows in steps.values() for row in rows if row[0] == blocked]
+    spans = [] if failure else [1, 1] if pin else [1, 2]
+    assert sorted(map(len, by)) == spans, "the steps that sampled the calls of each run"
     in_step = {step for step, rows in steps.items() for row in rows if row[0] == blocked}
     assert in_step == (set() if failure else {epoch})
     for step, rows in steps.items():

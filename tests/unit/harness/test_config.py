@@ -271,6 +271,7 @@ CUSTOM = "{_type: 'mine:Own'}"
     [
         ([("finetuning.groups_per_step", "4")], "`finetuning.groups_per_step` is not used with"),
         ([("finetuning.oversample", "2")], "`finetuning.oversample` is not used with"),
+        ([("finetuning.pin_runs", "true")], "`finetuning.pin_runs` is not used with"),
         (
             [AHEAD, ("trajectory_builders.art_builder", CUSTOM)],
             "does not go with a trajectory_builder of your own",

@@ -79,7 +79,7 @@ async def test_no_straggler_is_left_out_while_another_step_trains(
             agent.held[slow].set()
         else:
             backend.finish()
-        await until(lambda: len(backend.trained) == 3)
+        await until(lambda: len(backend.trained) >= 3)
         assert slow[0] in backend.examples(3)
         assert agent.cancelled == ([] if released else [slow])
         agent.held[slow].set()

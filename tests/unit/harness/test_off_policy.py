@@ -397,15 +397,20 @@ async def test_a_failure_stops_the_run_if_the_config_says_so(tmp_path: Path) -> 
         await train(made)
 
 
-async def test_an_adapter_that_does_not_say_its_step_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("setting", ["current_step", "model_at"])
+async def test_an_adapter_that_does_not_say_its_step_is_refused(
+    tmp_path: Path, setting: str
+) -> None:
     class Adapter:
         async def initialize(self, config: Any) -> None: ...
 
     backend = Backend()
-    made = setup(tmp_path, backend, Agent(backend))
+    made = setup(tmp_path, backend, Agent(backend), pin_runs=setting == "model_at")
     adapter: Any = Adapter()
+    if setting == "model_at":
+        adapter.current_step = backend.current_step
     made.trainer_adapter = adapter
-    with pytest.raises(ConfigError, match="needs a trainer adapter with `current_step`"):
+    with pytest.raises(ConfigError, match=f"needs a trainer adapter with `{setting}`"):
         await train(made)
 
 
