@@ -4,6 +4,7 @@ import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -146,9 +147,10 @@ async def test_a_step_that_an_earlier_program_submitted_is_joined_while_it_train
     config = {"_type": "openpipe_art_trainer_adapter", "backend": backend}
     adapter = ARTTrainerAdapter(ArtTrainerAdapterConfig.model_validate(config))
     adapter._client = Training()  # type: ignore[assignment]
+    adapter._builder = SimpleNamespace(pinned_steps={1, 2})
     ref = await adapter.submit(TrajectoryCollection(trajectories=[], run_id="r"))
     done = await adapter.wait_until_complete(ref)
-    assert done.status == TrainingStatusEnum.COMPLETED and sent == ["keep [3]", "train"]
+    assert done.status == TrainingStatusEnum.COMPLETED and sent == ["keep [1, 2, 3]", "train"]
 
 
 class Queue:
