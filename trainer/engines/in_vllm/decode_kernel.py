@@ -195,7 +195,7 @@ def attend(
         kv = kv.view(torch.int16)
     splits = max(SEGMENTS, PROGRAMS // (count * kv_heads))
     splits = min(splits, triton.cdiv(longest, SHORTEST))
-    parts = sums = out  # unused
+    parts = sums = scales[0]  # unused, but in fp32 as below: for another type Triton compiles anew
     if splits > 1:
         parts = torch.empty(count, splits, heads, size, dtype=torch.float32, device=q.device)
         sums = torch.empty(count, splits, heads, dtype=torch.float32, device=q.device)
