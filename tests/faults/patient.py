@@ -62,14 +62,15 @@ def prepare(serving: Serving) -> int:
     return int(_post(serving, "/_get_step", MODEL).json())
 
 
-def ask_for_step(serving: Serving, step: int) -> list[str]:
-    """Ask once, and return the rows of metrics."""
+def ask_for_step(serving: Serving, step: int, parent: int | None = None) -> list[str]:
+    """Ask once, and return the rows of metrics. `parent` is the step to train from."""
     body = {
         "model": MODEL,
         "trajectory_groups": groups(step),
         "config": {"learning_rate": 1e-3},
     }
-    return _post(serving, "/_train_model", body).text.splitlines()
+    query = "" if parent is None else f"?parent_step={parent}"
+    return _post(serving, f"/_train_model{query}", body).text.splitlines()
 
 
 def train(serving: Serving, step: int) -> list[str]:

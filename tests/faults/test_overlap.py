@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,21 @@ def test_a_chat_is_answered_while_a_step_trains(tmp_path: Path) -> None:
             assert step_of(serving) == 1 and is_pending(serving, 2)
         training.join(PATIENCE_S)
         assert chat(serving)["policy_step"] == step_of(serving) == 2
+
+
+def test_a_body_that_is_to_be_trained_from_another_step_is_another_step(tmp_path: Path) -> None:
+    with Serving(tmp_path, BASE) as serving, ThreadPoolExecutor() as clients:
+        prepare(serving)
+        with learner_stopped(serving):
+            first = clients.submit(ask_for_step, serving, 1, parent=0)
+            wait_for(lambda: is_pending(serving, 1))
+            again = clients.submit(ask_for_step, serving, 1, parent=0)
+            second = clients.submit(ask_for_step, serving, 1, parent=1)
+            wait_for(lambda: is_pending(serving, 2))
+            with pytest.raises(Refused, match="to be trained from step 7"):
+                ask_for_step(serving, 1, parent=7)
+        assert first.result() == again.result() != second.result()
+        assert step_of(serving) == 2
 
 
 def test_a_client_that_waits_for_each_step_sees_the_same_with_and_without_turns(

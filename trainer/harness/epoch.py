@@ -23,6 +23,8 @@ class EpochUnderWay:
     pending: Pending
     started: float
     sampled: float
+    interrupted: bool = False
+    """Whether an earlier program sampled it, and may have submitted it."""
 
 
 async def sample_epoch(
@@ -61,6 +63,20 @@ async def step_of(adapter: TrainerAdapter, which: str = "current_step") -> int |
     """Return the backend's `current_step` or `newest_step`, as far as the adapter has them."""
     ask = getattr(adapter, which, getattr(adapter, "current_step", None))
     return int(await ask()) if ask else None
+
+
+def step_after(epoch: EpochUnderWay, told: int | None, served: int | None) -> int | None:
+    """Return the step that an epoch ended with: what the adapter told, or else what was planned.
+
+    The backend may serve a later step by now, but no earlier one. If an epoch was interrupted, its
+    step may be served while it is submitted again, and the adapter then counts one too many.
+    """
+    step = epoch.pending.step
+    if step is not None and epoch.pending.collection.trajectories:
+        step += 1
+    if told is not None and not (epoch.interrupted and step is not None):
+        step = told
+    return min((known for known in (step, served) if known is not None), default=None)
 
 
 def _choose(

@@ -8,6 +8,7 @@ second file of this kind is for the epoch that is submitted meanwhile.
 
 import contextlib
 import fcntl
+import itertools
 import logging
 import re
 from collections.abc import Sequence
@@ -104,9 +105,11 @@ class History:
         )
 
     def begin_training(self, pending: Pending) -> None:
-        used = [self._files.get(epoch) for epoch in self._files if epoch != pending.epoch]
-        name = self._files[pending.epoch] = next(one for one in PENDING if one not in used)
-        replace_file(self.directory / name, json_text.dump(pending).decode())
+        if pending.epoch not in self._files:
+            used = list(self._files.values())  # in one step: another thread may end an epoch
+            self._files[pending.epoch] = next(name for name in PENDING if name not in used)
+        path = self.directory / self._files[pending.epoch]
+        replace_file(path, json_text.dump(pending).decode())
 
     def end_training(self) -> None:
         """Forget the trajectories of the epoch that has just finished."""
@@ -115,14 +118,14 @@ class History:
             del self._files[self.epoch]  # last: another thread may begin the next epoch
 
     def interrupted(self) -> list[Pending]:
-        """Return the epochs that were sampled before a kill and not finished, in order."""
-        found = {}
-        for name in PENDING:
-            pending = self._pending(name)
-            if pending and self.epoch < pending.epoch <= self.epoch + len(PENDING):
-                found[pending.epoch] = pending
-                self._files[pending.epoch] = name
-        return [found[epoch] for epoch in sorted(found)]
+        """Return the epochs that were sampled before a kill and not finished, in order.
+
+        Without the first, the second is sampled again too: it was to be trained from its step.
+        """
+        found = {one.epoch: (name, one) for name in PENDING if (one := self._pending(name))}
+        series = itertools.takewhile(found.__contains__, itertools.count(self.epoch + 1))
+        self._files = {epoch: found[epoch][0] for epoch in series}
+        return [found[epoch][1] for epoch in self._files]
 
     def _pending(self, name: str) -> Pending | None:
         try:

@@ -266,10 +266,9 @@ class Llms:
     async def probe(self) -> None:
         await asyncio.gather(*(endpoint.probe() for endpoint in self.endpoints.values()))
 
-    def handle(self, rollout: str, name: str, model: str | None = None) -> Llm:
-        """Return a run's LLM. Our own gateway knows it as `model`, if that is given."""
-        models = {name: model} if model and self.endpoints[name].records else {}
-        return Llm(_Rollout(rollout, self.endpoints, models=models), name)
+    def handle(self, rollout: str, name: str, models: Mapping[str, str] | None = None) -> Llm:
+        """Return a run's LLM. `models` names other models than those in the config, by LLM."""
+        return Llm(_Rollout(rollout, self.endpoints, models=models or {}), name)
 
     async def completions(self, handle: Llm) -> list[Completion]:
         """Return all calls of the run in order, from the gateway's record if there is one."""

@@ -48,7 +48,7 @@ class OffPolicyBuilder:
         self.position = Position()
         """The groups that no epoch has used, after the last epoch."""
         self._context: Context | None = None
-        self._policy: PolicySteps
+        self.policy: PolicySteps
         self._limits: Limits
         self._file: GroupFile
         self._next = 0
@@ -73,7 +73,8 @@ class OffPolicyBuilder:
     async def initialize(self, config: Context) -> None:
         settings = config.config.finetuning
         self._context = config
-        self._policy = PolicySteps(config.trainer_adapter, pin_runs=settings.pin_runs)
+        pinned = config.target_llm if settings.pin_runs else None
+        self.policy = PolicySteps(config.trainer_adapter, pinned=pinned)
         groups = settings.groups_per_step or self.config.examples_per_epoch
         self._limits = Limits(
             settings.max_steps_off_policy, groups or len(config.examples), settings.oversample
@@ -83,8 +84,8 @@ class OffPolicyBuilder:
     @property
     def pinned_steps(self) -> set[int]:
         """The steps that runs under way, or started next, sample from to their end."""
-        steps = {self._policy.served, *(group.step for group in self._started.values())}
-        return steps if self._policy.pins else set()
+        steps = {self.policy.served, *(group.step for group in self._started.values())}
+        return steps if self.policy.pins else set()
 
     def resume(self, position: Position | None, epoch: int, interrupted: int = 0) -> None:
         """Continue with the groups that no epoch has used. Call it before the first epoch.
@@ -104,8 +105,8 @@ class OffPolicyBuilder:
     async def start_run(self, run_id: str, meta: Json | None = None) -> None:
         """Say that groups are wanted for the next step. They may be complete by now."""
         context = self._ready()
-        await self._policy.ask()
-        self._complete.begin(await self._policy.newest())
+        await self.policy.ask()
+        self._complete.begin(await self.policy.newest())
         if not self._run_id:
             self._watch.enter_context(context.runner.watched())
         self._run_id = run_id
@@ -118,7 +119,7 @@ class OffPolicyBuilder:
         context = self._ready()
         self._check()
         await self._collect()
-        while (step := await self._policy.newest()) != self._complete.step:
+        while (step := await self.policy.newest()) != self._complete.step:
             self._complete.begin(step)  # another client trained the model meanwhile
             self._start_more()
             await self._collect()
@@ -136,8 +137,7 @@ class OffPolicyBuilder:
 
     async def epoch_ended(self) -> None:
         """Say that the oldest epoch under way is in the history, and its step is served."""
-        await self._policy.ask()
-        newest = await self._policy.newest()
+        newest = await self.policy.newest()
         self._under_way.popleft()  # no `await` from here on: groups start by both
         waiting = itertools.chain(*self._under_way, self._complete)
         self._file.keep(group.number for group in waiting)
@@ -247,8 +247,8 @@ class OffPolicyBuilder:
                 f"{self._run_id}-group-{number}",
                 self._more_may_start,
                 number=number,
-                step=self._policy.served,
-                model=self._policy.model,
+                step=self.policy.served,
+                models=self.policy.models,
                 clock=self.clock,
             )
             self._started[number] = group

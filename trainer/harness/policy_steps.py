@@ -9,7 +9,8 @@ from kit.errors import ConfigError
 class PolicySteps:
     """Asks an adapter for steps. Raises if it lacks a method that a setting needs."""
 
-    def __init__(self, adapter: Any, *, pin_runs: bool) -> None:
+    def __init__(self, adapter: Any, *, pinned: str | None) -> None:
+        """`pinned` names the LLM of which a run makes all calls to one step."""
         self.served = 0
         """The step that the backend serves, when it was last asked."""
         self._current: Callable[[], Awaitable[int]] = _method(
@@ -17,7 +18,8 @@ class PolicySteps:
         )
         self._newest: Callable[[], Awaitable[int]] = getattr(adapter, "newest_step", self._current)
         self._model_at: Callable[[int], str] | None = None
-        if pin_runs:
+        self._pinned = pinned or ""
+        if pinned:
             self._model_at = _method(adapter, "model_at", "pin_runs", "remove the setting")
 
     async def ask(self) -> None:
@@ -34,9 +36,9 @@ class PolicySteps:
         return self._model_at is not None
 
     @property
-    def model(self) -> str | None:
-        """The policy's name for runs that start now, if they are pinned to a step."""
-        return self._model_at(self.served) if self._model_at else None
+    def models(self) -> dict[str, str]:
+        """The policy's name for runs that start now, by LLM, if they are pinned to a step."""
+        return {self._pinned: self._model_at(self.served)} if self._model_at else {}
 
 
 def _method(adapter: Any, name: str, setting: str, otherwise: str) -> Any:

@@ -104,7 +104,7 @@ class Runner:
     ) -> None:
         """Run the workflow once, when one of `max_concurrency` slots is free."""
         async with self._slots:
-            handle = self._llms.handle(f"{label}-{_url_part(run)}", self._llm, run.model)
+            handle = self._llms.handle(f"{label}-{_url_part(run)}", self._llm, run.models)
             started = time.monotonic()
             try:
                 result = await within(self._timeout, self._workflow(run.example, handle))

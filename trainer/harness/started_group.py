@@ -24,7 +24,7 @@ class StartedGroup:
         *,
         number: int,
         step: int,
-        model: str | None = None,
+        models: dict[str, str] | None = None,
         clock: Callable[[], float],
     ) -> None:
         self.step = step
@@ -33,7 +33,7 @@ class StartedGroup:
         self._began = clock()
         self._ages: list[float] = []
         """The age of the group when each of its runs ended."""
-        self.runs = [WorkflowRun(example, one, number, model) for one in range(generations)]
+        self.runs = [WorkflowRun(example, it, number, models or {}) for it in range(generations)]
         self._runner = runner
         self._on_ended = on_ended
         self._over = asyncio.Event()

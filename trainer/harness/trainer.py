@@ -16,7 +16,7 @@ from trainer.harness import curriculum, history, plots
 from trainer.harness.components import ArtTrainerConfig
 from trainer.harness.context import Context
 from trainer.harness.curriculum import CurriculumState
-from trainer.harness.epoch import EpochUnderWay, sample_epoch, step_of
+from trainer.harness.epoch import EpochUnderWay, sample_epoch, step_after, step_of
 from trainer.harness.epoch_rules import (
     check_backend_step,
     check_early_stopping,
@@ -29,11 +29,7 @@ from trainer.harness.history import History, Pending
 from trainer.harness.off_policy import OffPolicyBuilder
 from trainer.harness.progress import EACH_EPOCH
 from trainer.harness.reporting import Reporter, load_reporters
-from trainer.harness.types import (
-    TrainingJobRef,
-    TrainingJobStatus,
-    TrainingStatusEnum,
-)
+from trainer.harness.types import TrainingJobRef, TrainingJobStatus, TrainingStatusEnum
 from trainer.harness.validation import validate
 
 logger = logging.getLogger(__name__)
@@ -155,8 +151,9 @@ class ARTTrainer:
         started = time.monotonic()
         interrupted = self._interrupted.pop(epoch + 1, None)
         pending = interrupted or await self._sample(epoch, run_id)
-        trained = interrupted is not None and await self._was_trained(interrupted)
-        self._under_way[epoch + 1] = EpochUnderWay(pending, started, time.monotonic())
+        again = interrupted is not None
+        trained = again and await self._was_trained(pending)
+        self._under_way[epoch + 1] = EpochUnderWay(pending, started, time.monotonic(), again)
         if trained:
             logger.info("Epoch %s was trained before the restart", epoch + 1)
             step = None if pending.step is None else pending.step + 1
@@ -186,11 +183,12 @@ class ARTTrainer:
         status = await self._await_training(ref, past.run_id)
         if status.status in (TrainingStatusEnum.FAILED, TrainingStatusEnum.CANCELED):
             return status
+        if isinstance(context.trajectory_builder, OffPolicyBuilder):
+            await context.trajectory_builder.policy.ask()  # runs that start in a validation need it
         metadata = status.metadata or {}
-        step = metadata.get("step")
         row = {
             **pending.row,
-            "step": await self._step() if step is None else step,
+            "step": step_after(under_way, metadata.get("step"), await self._step()),
             **(metadata.get("metrics") or {}),
             "time/train_s": time.monotonic() - max(under_way.sampled, self._ended),
         }

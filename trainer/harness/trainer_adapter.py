@@ -120,7 +120,7 @@ class ARTTrainerAdapter:
 
     async def newest_step(self) -> int:
         """Return the step that the next job is trained from, which may still train itself."""
-        submitted = [step for step, job in self._jobs.items() if not job.is_over]
+        submitted = [step for step, job in self._jobs.items() if job.is_open]
         return max([await self.current_step(), *submitted])
 
     def model_at(self, step: int) -> str:
@@ -143,6 +143,7 @@ class ARTTrainerAdapter:
                 if not (trajectory.metadata or {}).get("recorded"):
                     for episode in (trajectory.episode, *trajectory.additional_episodes):
                         episodes.check_order(episode)
+        await self._connect(patience=self.config.wait_for_backend)  # it may have restarted
         step = await self.newest_step()
         self._warn_if_schedule_ended(step)
         if self.config.backend.delete_old_checkpoints:
@@ -153,8 +154,10 @@ class ARTTrainerAdapter:
         groups = [WireGroup(group) for group in episodes.wire_groups(trajectories)]
         rows: list[dict[str, float]] = []
         before = self._jobs.get(step)
-        if before:
+        if before and before.is_open:
             before.check()  # no `await` from here on
+        else:
+            before = None
         task = asyncio.create_task(self._train(step + 1, rows, groups, before))
         self._jobs[step + 1] = Job(step + 1, rows, task)
         for old in [old for old in self._jobs if old <= step + 1 - KEPT]:
@@ -199,7 +202,7 @@ class ARTTrainerAdapter:
         while not (await asyncio.wait([job.task], timeout=poll_interval))[0]:
             progress = (await self.status(ref)).progress
             logger.debug("training %s: %s %%", ref.run_id, progress)
-        status, job.told = job.status(ref), True
+        status = job.status(ref)
         if status.status == TrainingStatusEnum.COMPLETED:
             logger.info("Training %s completed successfully.", ref.run_id, extra=EACH_EPOCH)
         return status
@@ -232,21 +235,24 @@ class ARTTrainerAdapter:
                 ):
                     rows.append(row)
                 return
-            except Conflict:
-                # The job before has not arrived yet, or another client's step came between.
-                if before is None or parent is None:
-                    raise
-                await asyncio.wait([before.task], timeout=AGAIN_S)
             except TrainerError as exc:
-                if not _is_unreachable(exc):
+                if _is_unreachable(exc):
+                    logger.warning(
+                        "Lost the connection to the backend during training: %s", exc.message
+                    )
+                    # The backend resumes the journaled request itself. The same body joins it.
+                    await self._connect(patience=self.config.wait_for_backend)
+                elif before is None or parent is None:
                     raise
-                logger.warning(
-                    "Lost the connection to the backend during training: %s", exc.message
-                )
-                # The backend resumes the journaled request itself. The same body joins it.
-                await self._connect(patience=self.config.wait_for_backend)
-                if await self.current_step() >= step:
-                    return  # the step is finished; sending the body again would train another
+                elif isinstance(exc, Conflict):
+                    # The job before has not arrived yet, or another client's step came between.
+                    await asyncio.wait([before.task], timeout=AGAIN_S)
+                    continue
+                else:  # it fell with the job before, which may succeed yet, or with the backend
+                    await asyncio.wait([before.task])
+                    before.check()
+            if await self.current_step() >= step:
+                return  # the step is finished; sending the body again would train another
 
     async def _connect(self, *, patience: float) -> None:
         """Register and prepare the model, retrying for `patience` seconds if nothing answers."""

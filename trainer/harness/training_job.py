@@ -33,9 +33,12 @@ class Job:
         return "" if error is None else _message(error)
 
     @property
-    def is_over(self) -> bool:
-        """Whether the job has failed and the caller knows: the next one may take its place."""
-        return self.told and bool(self.failure)
+    def is_open(self) -> bool:
+        """Whether no other job may take its place: it trains, or the caller is to know it failed.
+
+        A step that was trained is not counted on: the backend may return from an older checkpoint.
+        """
+        return not self.task.done() or (bool(self.failure) and not self.told)
 
     def check(self) -> None:
         """Raise if the job has failed: no later one may take its place unnoticed."""
@@ -48,8 +51,10 @@ class Job:
     async def cancel(self) -> None:
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
+        self.told = True
 
     def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
+        self.told = self.task.done()
         metadata: Json = {"step": self.step, "metrics": means(self.rows)}
         state, message, progress = TrainingStatusEnum.RUNNING, None, None
         if self.rows and (total := self.rows[-1].get("num_gradient_steps")):

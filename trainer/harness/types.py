@@ -84,8 +84,8 @@ class WorkflowRun:
     generation: int
     group: int | None = None
     """The number of its group if groups are sampled ahead: then an example may have several."""
-    model: str | None = None
-    """The name by which it calls the policy, if not the one in the config."""
+    models: dict[str, str] = field(default_factory=dict)
+    """Names of models that it uses instead of those in the config, by LLM."""
     output: Any = None
     state: Any = None
     """Data of an environment about the run, for its own reward."""

@@ -109,8 +109,9 @@ class Admission:
         request: TrainRequest,
         config: Callable[[int], StepConfig],
         base_model: str,
+        parent_step: int | None = None,
     ) -> Training:
-        """Journal the request and start the step.
+        """Journal the request and start the step, from `parent_step` if that is given.
 
         `config` returns its settings, given the step that it is trained from. The same body sent
         again before its answer was delivered gets the same step.
@@ -118,8 +119,8 @@ class Admission:
         async with self._admitting[model.key]:
             trainings = self.steps(model)
             for training in reversed(trainings):
-                if training.answers(request.digest):
-                    step = training.request.step
+                step = training.request.step
+                if training.answers(request.digest) and parent_step in (None, step - 1):
                     logger.info("%s: a request for step %s again", model.key, step)
                     return training
             if any(training.failed for training in trainings):
@@ -137,6 +138,12 @@ class Admission:
                     await training.sync.ended()  # raises while the disk still refuses
             newest = under_way[-1] if under_way else None
             parent = newest.request.step if newest else model.step
+            if parent_step not in (None, parent):
+                raise Conflict(
+                    f"The request is to be trained from step {parent_step} of `{model.name}`, but "
+                    f"the newest one is step {parent}",
+                    hint="Send it again once that step is under way, or without `parent_step`",
+                )
             journaled = JournaledRequest(
                 step=parent + 1,
                 digest=request.digest,

@@ -268,17 +268,12 @@ class Backend:
                     f"Model `{model.name}` was deleted while its request waited",
                     hint="Register the model that has its name now, and send the request again",
                 )
-            if parent_step not in (None, parent):
-                raise Conflict(
-                    f"The request is to be trained from step {parent_step} of `{model.name}`, but "
-                    f"the newest one is step {parent}",
-                    hint="Send it again once that step is under way, or without `parent_step`",
-                )
             config = step_config(request, model, parent)
             _check_something(request.trajectory_groups)
             return config
 
-        return await self.admission.admit(model, request, settings, self.models.base_model or "")
+        base_model = self.models.base_model or ""
+        return await self.admission.admit(model, request, settings, base_model, parent_step)
 
     async def log(self, wire: ModelWire, groups: list[Json], split: str) -> None:
         """Store trajectories that a client logs under the model's step, and their averages."""

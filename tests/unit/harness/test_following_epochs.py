@@ -17,7 +17,9 @@ from tests.unit.harness.sampling_ahead import (
     training,
     until,
 )
-from trainer.harness.types import Example
+from trainer.harness.epoch import EpochUnderWay, step_after
+from trainer.harness.history import Pending
+from trainer.harness.types import Example, Trajectory, TrajectoryCollection
 
 
 async def finish(backend: QueueingBackend, agent: Agent, task: "asyncio.Task[Any]") -> None:
@@ -88,15 +90,20 @@ async def test_no_straggler_is_left_out_while_another_step_trains(
     assert lost == [{}, {}, {} if released else {"stale": 1}, {}, {}]
 
 
+async def killed_with_two_steps_under_way(tmp_path: Path) -> QueueingBackend:
+    backend = QueueingBackend()
+    agent = Agent(backend)
+    async with training(setup(tmp_path, backend, agent, epochs=5)):
+        await until(lambda: len(backend.trained) == 2)
+        await settled(agent)
+    return backend
+
+
 @pytest.mark.parametrize("trained", [0, 1, 2])
 async def test_a_run_killed_with_two_steps_under_way_trains_each_of_them_once(
     tmp_path: Path, trained: int
 ) -> None:
-    first = QueueingBackend()
-    agent = Agent(first)
-    async with training(setup(tmp_path, first, agent, epochs=5)):
-        await until(lambda: len(first.trained) == 2)
-        await settled(agent)
+    first = await killed_with_two_steps_under_way(tmp_path)
     second = QueueingBackend(trained)  # it may have trained them after the kill
     again = Agent(second)
     async with training(setup(tmp_path, second, again, epochs=5, resume=True)) as task:
@@ -125,6 +132,45 @@ async def test_a_run_killed_between_two_epochs_goes_on_with_the_one_under_way(
     assert second.trained[:2] == first.trained[1:]
     first.trained = first.trained[:1]
     assert_each_trained_once([first, second], 5)
+    assert not list(tmp_path.glob("pending_epoch*"))
+
+
+@pytest.mark.parametrize("reward", [0.0, 1.0])
+async def test_an_epoch_whose_file_is_damaged_is_sampled_again_with_the_one_after(
+    tmp_path: Path, reward: float
+) -> None:
+    first = await killed_with_two_steps_under_way(tmp_path)
+    (tmp_path / "pending_epoch.json").write_text('{"epoch": 1, "st')
+    second = QueueingBackend()
+    again = Agent(second, lambda _, generation: reward * generation)
+    async with training(setup(tmp_path, second, again, epochs=5, resume=True)) as task:
+        await finish(second, again, task)
+    assert second.trained[:2] == first.trained[:2], "their groups are in another file too"
+    assert_each_trained_once([second], 5 if reward else 2)
+    assert [row["epoch"] for row in metrics(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("told", "served", "interrupted", "step"),
+    [
+        (4, 4, False, 4),
+        (4, 5, False, 4),
+        (5, 5, False, 5),  # another client trained, too
+        (5, 4, False, 4),
+        (5, 5, True, 4),
+        (None, 5, False, 4),
+        (None, None, False, 4),
+        (None, 3, False, 3),
+    ],
+)
+def test_the_step_of_an_epoch(
+    told: int | None, served: int | None, interrupted: bool, step: int
+) -> None:
+    groups = TrajectoryCollection(trajectories=[[Trajectory(episode=[], reward=1.0)]], run_id="r")
+    epoch = EpochUnderWay(Pending(1, 3, {}, groups, {}), 0.0, 0.0, interrupted)
+    assert step_after(epoch, told, served) == step
+    epoch.pending.collection = TrajectoryCollection(trajectories=[], run_id="r")
+    assert step_after(epoch, None, 4) == 3
 
 
 async def test_after_a_step_that_fails_the_next_one_is_not_recorded(tmp_path: Path) -> None:

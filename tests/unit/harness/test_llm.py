@@ -92,12 +92,11 @@ async def test_a_gateway_is_not_asked_for_logprobs_that_it_records(endpoint: End
     await models.close()
 
 
-async def test_a_pinned_run_names_its_step_to_a_gateway_only(endpoint: Endpoint) -> None:
+async def test_a_pinned_run_names_the_step_of_its_llm_only(endpoint: Endpoint) -> None:
     models = llms(endpoint.url)
-    for records in (True, False):
-        models.endpoints["policy"].records = records
-        llm = models.handle("r", "policy", "p/m@3")
-        assert llm.model == llm.named("part").model == ("p/m@3" if records else "m")
+    for pinned in ("policy", "other"):
+        llm = models.handle("r", "policy", {pinned: "p/m@3"})
+        assert llm.model == llm.named("part").model == ("p/m@3" if pinned == "policy" else "m")
         await llm.ask("hello")
     assert [body["model"] for _, body in endpoint.requests] == ["p/m@3", "m"]
     await models.close()

@@ -452,3 +452,35 @@ async def test_the_run_that_ended_last_counts_when_stragglers_are_looked_for(
         agent.held[first_examples(made)[0], 0].set()
         await settled(agent)
         assert builder._timer is not None, "half of the group's runs have ended"
+
+
+async def test_a_group_that_begins_in_a_validation_is_pinned_to_the_step_it_measures(
+    tmp_path: Path,
+) -> None:
+    backend = Backend(quick=False)
+    backend.model_at = lambda step: f"p/m@{step}"  # type: ignore[attr-defined]
+    agent = Agent(backend)
+    made = setup(tmp_path, backend, agent, concurrency=3, pin_runs=True, target_model="m")
+    user = made.config.workflow.model_copy(update={"llm": "user"})  # an LLM that is not trained
+    made.config = made.config.model_copy(update={"workflow": user})
+    made.validation, made.validation_interval = [Example("v", "q", "a", {})], 1
+    idle, other = first_examples(made)[2], first_examples(made)[4]
+    agent.reward = lambda name, generation: 0.0 if name == idle else float(generation)
+    go_on = {name: asyncio.Event() for name in ("v", idle, other)}
+    go_on["v"].set()
+    agent.held = {(name, run): event for name, event in go_on.items() for run in range(2)}
+    async with training(made) as task:
+        await until(lambda: len(backend.trained) == 1)
+        await settled(agent)
+        go_on["v"].clear()
+        backend.finish()
+        await until(lambda: "-v-" in agent.runs[-1])
+        go_on[idle].set()  # it teaches nothing, so another group takes its place
+        started = made.trajectory_builder._started  # type: ignore[attr-defined]
+        await until(lambda: 4 in started)
+        assert started[4].runs[0].models == {"m": "p/m@1"}
+        for event in go_on.values():
+            event.set()
+        for _ in range(2):
+            backend.finish()
+        await asyncio.wait_for(task, PATIENCE)

@@ -105,18 +105,22 @@ async def test_a_restarted_backend_gets_the_model_registered_again(refusal: Trai
     assert calls == ["step", "register", "prepare", "step"]
 
 
+class Prepared:
+    """A backend that knows every model."""
+
+    async def register(self, model: object) -> None: ...
+
+    async def _prepare_backend_for_training(self, model: object, config: object) -> None: ...
+
+
 async def test_a_finished_step_is_not_sent_again_if_only_its_answer_was_lost() -> None:
     sent: list[int] = []
 
-    class Interrupted:
+    class Interrupted(Prepared):
         async def _train_model(self, *_: object, **__: object) -> AsyncIterator[dict[str, float]]:
             sent.append(1)
             yield {"num_gradient_steps": 4}
             raise TrainerError("cut off") from httpx.ReadError("cut off")
-
-        async def register(self, model: object) -> None: ...
-
-        async def _prepare_backend_for_training(self, model: object, config: object) -> None: ...
 
         async def _get_step(self, model: object) -> int:
             return 3
@@ -131,7 +135,7 @@ async def test_a_finished_step_is_not_sent_again_if_only_its_answer_was_lost() -
 async def test_a_step_that_an_earlier_program_submitted_is_joined_while_it_trains() -> None:
     sent: list[str] = []
 
-    class Training:
+    class Training(Prepared):
         async def _get_step(self, model: object) -> int:
             return 3
 
@@ -153,16 +157,17 @@ async def test_a_step_that_an_earlier_program_submitted_is_joined_while_it_train
     assert done.status == TrainingStatusEnum.COMPLETED and sent == ["keep [1, 2, 3]", "train"]
 
 
-class Queue:
+class Queue(Prepared):
     """A backend whose steps end when the test says so; it refuses a step that comes too early."""
 
     def __init__(self) -> None:
         self.sent: list[int | None] = []
         self.refused = 0
+        self.step = 3
         self.ends: dict[int, asyncio.Future[None]] = {}
 
     async def _get_step(self, model: object) -> int:
-        return 3
+        return self.step
 
     async def _train_model(
         self, *_: object, parent_step: int | None = None
@@ -249,3 +254,35 @@ async def test_no_job_takes_the_place_of_one_that_failed(monkeypatch: pytest.Mon
     await adapter.submit(NOTHING)  # whoever knows of the failure may try again
     await until(lambda: queue.sent[sent:] == [None])
     await adapter._jobs[4].cancel()
+
+
+async def test_steps_that_the_backend_has_lost_are_not_counted_on() -> None:
+    adapter, queue = queueing()
+    first = await adapter.submit(NOTHING)
+    await until(lambda: bool(queue.ends))
+    queue.step = 4
+    queue.ends[3].set_result(None)
+    await adapter.wait_until_complete(first)
+    queue.step = 2  # it returned from an older checkpoint
+    assert await adapter.newest_step() == 2
+
+
+@pytest.mark.parametrize("journaled", [True, False])
+async def test_a_job_that_fell_with_the_one_before_goes_on_if_that_is_trained(
+    journaled: bool,
+) -> None:
+    adapter, queue = queueing()
+    await adapter.submit(NOTHING)
+    await until(lambda: bool(queue.ends))
+    second = await adapter.submit(NOTHING)
+    await until(lambda: len(queue.ends) == 2)
+    queue.ends[4].set_exception(TrainerError("Internal Server Error"))  # the server stops
+    await asyncio.sleep(0.01)
+    queue.step = 5 if journaled else 4
+    queue.ends[3].set_result(None)  # the job before was sent again meanwhile
+    if not journaled:
+        await until(lambda: len(queue.sent) == 3)
+        queue.ends[3].set_result(None)
+    done = await adapter.wait_until_complete(second)
+    assert done.status == TrainingStatusEnum.COMPLETED
+    assert queue.sent == [None, 4] if journaled else [None, 4, None]
