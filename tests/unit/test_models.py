@@ -10,7 +10,7 @@ import pytest
 
 from trainer import checkpoint
 from trainer.config import LoraConfig
-from trainer.errors import NotFound
+from trainer.errors import NotFound, NotReady
 from trainer.server import model as model_module
 from trainer.server.journal import Journal, JournaledRequest, interrupted
 from trainer.server.model import Model
@@ -107,6 +107,19 @@ def test_a_run_that_a_killed_server_served_is_not_taken_before_it_is_restored(
     restarted.starting = True
     assert restarted.add(wire("agent", "new"), LORA).step == 0
     assert restarted.add(wire("agent"), LORA).step == 7
+
+
+def test_a_model_that_is_being_restored_has_no_step_yet(tmp_path: Path) -> None:
+    models = Models(tmp_path)
+    models.starting = True
+    model = models.add(wire("agent"), LORA)
+    assert models.get(wire("agent")) is model
+    with pytest.raises(NotReady, match="`agent` is not served yet"):
+        models.ready(wire("agent"))
+    model.prepared = True
+    assert models.ready(wire("agent")) is model
+    models.starting = model.prepared = False  # a client may register it, and prepare it later
+    assert models.ready(wire("agent")) is model
 
 
 def test_a_step_that_was_interrupted_before_its_run_was_renamed_is_finished(tmp_path: Path) -> None:

@@ -143,7 +143,6 @@ class ARTTrainerAdapter:
                 if not (trajectory.metadata or {}).get("recorded"):
                     for episode in (trajectory.episode, *trajectory.additional_episodes):
                         episodes.check_order(episode)
-        await self._connect(patience=self.config.wait_for_backend)  # it may have restarted
         step = await self.newest_step()
         self._warn_if_schedule_ended(step)
         if self.config.backend.delete_old_checkpoints:

@@ -254,7 +254,7 @@ class Backend:
 
         With `parent_step`, it is trained from that step or not at all.
         """
-        model = self.models.get(request.model)
+        model = self.models.ready(request.model)
         self.last_activity = time.monotonic()
         if not model.prepared:
             raise BadRequest(

@@ -58,6 +58,13 @@ class Models:
                 "Call `model.register(backend)` first",
             ) from None
 
+    def ready(self, wire: ModelWire) -> Model:
+        """Return the model; while the server starts, only once it serves the model again."""
+        model = self.get(wire)
+        if self.starting and not model.prepared:
+            raise NotReady(f"Model `{model.name}` is not served yet")
+        return model
+
     def add(self, wire: ModelWire, lora: LoraConfig) -> Model:
         """Return the model, or create it at the newest step of its checkpoints on disk."""
         key = (wire.project, wire.run)

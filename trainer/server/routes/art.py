@@ -54,7 +54,7 @@ def routes(backend: Backend) -> APIRouter:
 
     @router.post("/_get_step")
     async def get_step(model: ModelWire) -> int:
-        return backend.models.get(model).step
+        return backend.models.ready(model).step
 
     @router.post("/_train_model", openapi_extra=describe(TrainRequest))
     async def train_model(
