@@ -2,6 +2,7 @@
 
 import io
 import json
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,11 @@ def test_the_command_runs_beside_the_server_and_its_exit_code_is_returned(tmp_pa
 
 
 def test_a_server_that_exits_ends_the_run(tmp_path: Path) -> None:
-    done = run(tmp_path, script(tmp_path, "true", "sleep 600", settings()))
+    with socket.socket() as one, socket.socket() as other:
+        for closed in (one, other):  # held, so that no test beside this one listens there
+            closed.bind(("127.0.0.1", 0))
+        given = Settings(port=one.getsockname()[1], openai_port=other.getsockname()[1])
+        done = run(tmp_path, script(tmp_path, "true", "sleep 600", given))
     assert done.returncode == 1
     assert done.stderr.endswith("The server exited before the command started\n")
 
