@@ -4,9 +4,12 @@ import json
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
+from fastapi import FastAPI
 
 from trainer import checkpoint
 from trainer.config import LoraConfig
@@ -15,6 +18,7 @@ from trainer.server import model as model_module
 from trainer.server.journal import Journal, JournaledRequest, interrupted
 from trainer.server.model import Model
 from trainer.server.models import Models
+from trainer.server.routes.art import routes
 from trainer.server.wire import ModelWire
 
 LORA = LoraConfig()
@@ -109,13 +113,19 @@ def test_a_run_that_a_killed_server_served_is_not_taken_before_it_is_restored(
     assert restarted.add(wire("agent"), LORA).step == 7
 
 
-def test_a_model_that_is_being_restored_has_no_step_yet(tmp_path: Path) -> None:
+async def test_a_model_that_is_being_restored_has_no_step_yet(tmp_path: Path) -> None:
     models = Models(tmp_path)
     models.starting = True
     model = models.add(wire("agent"), LORA)
     assert models.get(wire("agent")) is model
-    with pytest.raises(NotReady, match="`agent` is not served yet"):
-        models.ready(wire("agent"))
+    app = FastAPI()
+    backend: Any = SimpleNamespace(models=models)
+    app.include_router(routes(backend))
+    body = wire("agent").model_dump(mode="json", by_alias=True)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        with pytest.raises(NotReady, match="`agent` is not served yet"):
+            await client.post("/_get_step", json=body)
     model.prepared = True
     assert models.ready(wire("agent")) is model
     models.starting = model.prepared = False  # a client may register it, and prepare it later

@@ -68,8 +68,8 @@ async def step_of(adapter: TrainerAdapter, which: str = "current_step") -> int |
 def step_after(epoch: EpochUnderWay, told: int | None, served: int | None) -> int | None:
     """Return the step that an epoch ended with: what the adapter told, or else what was planned.
 
-    The backend may serve a later step by now, but no earlier one. If an epoch was interrupted, its
-    step may be served while it is submitted again, and the adapter then counts one too many.
+    It is no later than the step that is served. For an interrupted epoch only the plan counts: if
+    its step was served just before it was submitted again, the adapter has counted one too many.
     """
     step = epoch.pending.step
     if step is not None and epoch.pending.collection.trajectories:

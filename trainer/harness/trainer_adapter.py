@@ -247,7 +247,7 @@ class ARTTrainerAdapter:
                     # The job before has not arrived yet, or another client's step came between.
                     await asyncio.wait([before.task], timeout=AGAIN_S)
                     continue
-                else:  # it fell with the job before, which may succeed yet, or with the backend
+                else:  # the backend stopped, or the job before failed and may succeed yet
                     await asyncio.wait([before.task])
                     before.check()
             if await self.current_step() >= step:

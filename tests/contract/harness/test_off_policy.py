@@ -178,7 +178,7 @@ def test_a_blocked_run_holds_no_step(
              if row.get("data/lost_stale")}  # fmt: skip
     assert shown == ({epoch: 2} if failure else {}), "on the page, as any lost run"
     steps = trained(server, project)
-    by = defaultdict(set)  # of a run whose second call could not go on from its first, two rows
+    by = defaultdict(set)  # a run has two rows if its second call did not go on from its first
     for example, reward, sampled_by in chain(*steps.values()):
         if example == blocked:
             by[reward].update(sampled_by)

@@ -19,7 +19,13 @@ from tests.unit.harness.sampling_ahead import (
 )
 from trainer.harness.epoch import EpochUnderWay, step_after
 from trainer.harness.history import Pending
-from trainer.harness.types import Example, Trajectory, TrajectoryCollection
+from trainer.harness.types import (
+    Example,
+    TrainingJobRef,
+    TrainingJobStatus,
+    Trajectory,
+    TrajectoryCollection,
+)
 
 
 async def finish(backend: QueueingBackend, agent: Agent, task: "asyncio.Task[Any]") -> None:
@@ -171,6 +177,25 @@ def test_the_step_of_an_epoch(
     assert step_after(epoch, told, served) == step
     epoch.pending.collection = TrajectoryCollection(trajectories=[], run_id="r")
     assert step_after(epoch, None, 4) == 3
+
+
+async def test_a_step_that_is_served_while_it_is_submitted_again_counts_once(
+    tmp_path: Path,
+) -> None:
+    class CountsTwice(QueueingBackend):
+        async def status(self, ref: TrainingJobRef) -> TrainingJobStatus:
+            done = await super().status(ref)
+            self.step += 1  # the next one is served by now, too
+            return done.model_copy(update={"metadata": {"step": self.step}})
+
+    first = QueueingBackend()
+    async with training(setup(tmp_path, first, Agent(first), epochs=1)):
+        await until(lambda: len(first.trained) == 1)
+    second = CountsTwice()
+    again = Agent(second)
+    async with training(setup(tmp_path, second, again, epochs=1, resume=True)) as task:
+        await finish(second, again, task)
+    assert [(row["epoch"], row["step"]) for row in metrics(tmp_path)] == [(1, 1)]
 
 
 async def test_after_a_step_that_fails_the_next_one_is_not_recorded(tmp_path: Path) -> None:

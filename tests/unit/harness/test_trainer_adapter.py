@@ -268,7 +268,7 @@ async def test_steps_that_the_backend_has_lost_are_not_counted_on() -> None:
 
 
 @pytest.mark.parametrize("journaled", [True, False])
-async def test_a_job_that_fell_with_the_one_before_goes_on_if_that_is_trained(
+async def test_a_job_that_failed_with_the_one_before_goes_on_if_that_is_trained(
     journaled: bool,
 ) -> None:
     adapter, queue = queueing()
@@ -285,4 +285,22 @@ async def test_a_job_that_fell_with_the_one_before_goes_on_if_that_is_trained(
         queue.ends[3].set_result(None)
     done = await adapter.wait_until_complete(second)
     assert done.status == TrainingStatusEnum.COMPLETED
-    assert queue.sent == [None, 4] if journaled else [None, 4, None]
+    assert queue.sent == ([None, 4] if journaled else [None, 4, None])
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "failed"])
+async def test_after_a_job_that_the_caller_saw_end_another_takes_its_place(ends: str) -> None:
+    adapter, queue = queueing()
+    first = await adapter.submit(NOTHING)
+    await until(lambda: bool(queue.ends))
+    if ends == "cancelled":
+        await adapter.cancel(first)
+    else:
+        queue.ends[3].set_exception(TrainerError("out of memory"))
+        await asyncio.wait([adapter._jobs[4].task])
+        assert (await adapter.status(first)).status == TrainingStatusEnum.FAILED
+    queue.step = 4  # the backend has trained it after all
+    second = await adapter.submit(NOTHING)
+    await until(lambda: len(queue.sent) == 2)
+    assert (second.metadata or {})["step"] == 5
+    await adapter.cancel(second)
