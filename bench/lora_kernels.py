@@ -27,10 +27,11 @@ from bench.shapes import QWEN3_4B, QWEN25_7B, Config  # noqa: E402
 
 TUNED = ROOT / "trainer/engines/in_vllm/tuned"
 LORAS = 2  # as `vllm_args.defaults` has it
-CASES = (
-    *(("7B, rank 8", QWEN25_7B, 8, 128), ("7B, rank 8", QWEN25_7B, 8, 256)),
-    *(("4B, rank 16", QWEN3_4B, 16, 512), ("4B, rank 16", QWEN3_4B, 16, 1024)),
-    ("7B, rank 64", QWEN25_7B, 64, 256),
+CASES = (  # the last number: how many LoRAs the requests use, by turns
+    *(("7B, rank 8", QWEN25_7B, 8, 128, 1), ("7B, rank 8", QWEN25_7B, 8, 256, 1)),
+    *(("4B, rank 16", QWEN3_4B, 16, 512, 1), ("4B, rank 16", QWEN3_4B, 16, 1024, 1)),
+    *(("4B, rank 16", QWEN3_4B, 16, 512, 2), ("4B, rank 16", QWEN3_4B, 16, 1024, 2)),
+    ("7B, rank 64", QWEN25_7B, 64, 256, 1),
 )
 
 
@@ -46,7 +47,7 @@ def products(config: Config) -> list[tuple[int, list[int]]]:
 
 
 def layer(
-    config: Config, rank: int, requests: int
+    config: Config, rank: int, requests: int, used: int
 ) -> tuple[Callable[[], None], Callable[[], None], list[Any]]:
     """Return what runs a layer's LoRA kernels, vLLM's and ours, and where the results are."""
     from lora_kernel import add_lora
@@ -55,7 +56,7 @@ def layer(
 
     torch.manual_seed(1)
     meta = LoRAKernelMeta.make(LORAS, requests, "cuda")
-    meta.prepare_tensors(torch.zeros(requests, dtype=torch.int32, device="cuda"))
+    meta.prepare_tensors(torch.arange(requests, dtype=torch.int32, device="cuda") % used)
     arguments = meta.meta_args(requests, False)
     calls, results = [], []
     for width, outputs in products(config):
@@ -75,7 +76,7 @@ def layer(
 
     def run_ours() -> None:
         for x, down, _, up, result in calls:
-            add_lora(result, x, down, up, meta.token_lora_mapping, 1.0)
+            add_lora(result, x, down, up, *arguments[:3], 1.0)
 
     return run, run_ours, results
 
@@ -127,10 +128,19 @@ def main() -> None:
     arguments = parser.parse_args()
     load = os.getloadavg()[0]
     table = Table(
-        ["shape", "requests", "vLLM's own us", "tuned us", "ours us", "saved", "difference"]
+        [
+            "shape",
+            "requests",
+            "LoRAs",
+            "vLLM's own us",
+            "tuned us",
+            "ours us",
+            "saved",
+            "difference",
+        ]
     )
-    for title, config, rank, requests in CASES:
-        run, run_ours, results = layer(config, rank, requests)
+    for title, config, rank, requests, used in CASES:
+        run, run_ours, results = layer(config, rank, requests, used)
         times, found = [], []
         for tuned, kernels in ((False, run), (True, run), (True, run_ours)):
             use(tuned)
@@ -143,7 +153,7 @@ def main() -> None:
         )
         saved = f"{1 - times[2] / times[0]:.0%}"
         shown = [f"{time:.1f}" for time in times]
-        table.add([title, str(requests), *shown, saved, f"{difference:.4f}"])
+        table.add([title, str(requests), str(used), *shown, saved, f"{difference:.4f}"])
     what = f"All LoRA kernels of one layer on an {torch.cuda.get_device_name()}"
     print(f"{what}\n\n{table}")
     if arguments.write:

@@ -10,8 +10,9 @@ real engines; `+mps` and `+fp8` are settings of the server. `replay` answers wit
 engine sampled at first, and sleeps for as long as `--rate` tokens per second would take, so that
 sampling needs no core; `--learner-s` makes each step take at least that long. The engine is busy
 while it samples at least one request, the learner while it trains a step. Times are from the end of
-the first step to the end of the last but one: a long run hardly has more of its beginning, when
-nothing trains, and of its end, when nothing is sampled.
+the first step to the end of the last but one, or as many steps before that as it samples ahead: a
+long run hardly has more of its beginning, when nothing trains, and of its end, when nothing is
+sampled.
 """
 
 import argparse
@@ -108,7 +109,12 @@ def serving(arguments: argparse.Namespace, engine: str, directory: Path) -> Iter
 
 
 def config_of(
-    arguments: argparse.Namespace, name: str, steps: int, latency: float, prompt: int
+    arguments: argparse.Namespace,
+    name: str,
+    steps: int,
+    latency: float,
+    prompt: int,
+    at_once: int | None,
 ) -> Any:
     runs = arguments.groups * arguments.generations
     backend = {"ip": "127.0.0.1", "port": arguments.port, "name": name, "project": "bench"}
@@ -125,7 +131,7 @@ def config_of(
             # By default enough for the groups of two steps: neither mode waits for a slot.
             "general": {
                 "dataset": {"_type": "bench.overlap:questions"},
-                "max_concurrency": arguments.concurrency or 2 * runs,
+                "max_concurrency": at_once or 2 * runs,
             },
             "evaluators": {"reward": {"_type": "python", "function": "bench.overlap:reward"}},
         },
@@ -158,7 +164,7 @@ def run(
     """Train with the harness; return the rows of its epochs, and when each part was busy."""
     output = directory / name
     steps = settings.pop("steps")
-    agent = {key: settings.pop(key) for key in ("latency", "prompt")}
+    agent = {key: settings.pop(key) for key in ("latency", "prompt", "at_once")}
     config = config_of(arguments, name, steps, **agent)
     config["finetuning"] |= {"output_dir": str(output), **settings}
     config["eval"]["general"]["output_dir"] = str(output / "runs")
@@ -215,26 +221,30 @@ def measure(arguments: argparse.Namespace, engine: str, table: Table) -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         base = 0.0
+        runs_of_a_step = arguments.groups * arguments.generations
         with serving(arguments, engine, directory):
             rows = []
             if arguments.warm:
-                settings = {"latency": 0, "prompt": arguments.prompt[0]}
+                settings = {"latency": 0, "prompt": arguments.prompt[0], "at_once": None}
                 rows, _ = run(arguments, directory, "warm", steps=arguments.warm, **settings)
             for number, row in enumerate(rows, 1):
                 print(f"{engine}, step {number}: {medians([row])}", flush=True)
             cases = zip(arguments.latency, itertools.cycle(arguments.steps), strict=False)
-            for (latency, steps), prompt, ahead in itertools.product(
-                cases, arguments.prompt, arguments.ahead
+            for (latency, steps), prompt, ahead, at_once, pin in itertools.product(
+                cases, arguments.prompt, arguments.ahead, arguments.concurrency, arguments.pin_runs
             ):
-                name = f"latency-{latency:g}-prompt-{prompt}-ahead-{ahead}"
+                if pin and not ahead:
+                    continue
+                name = f"latency-{latency:g}-prompt-{prompt}-ahead-{ahead}-{at_once}-{pin}"
                 settings = {"latency": latency, "prompt": prompt, "max_steps_off_policy": ahead}
-                settings["steps"] = steps
-                if arguments.pin_runs and ahead:
+                settings |= {"steps": steps, "at_once": at_once}
+                if pin:
                     settings["pin_runs"] = True
                 rows, busy = run(arguments, directory, name, **settings)
                 print(f"{engine}, {name}: {medians(rows)}", flush=True)
-                begin, *_, end, _ = sorted(end for _, end in busy["learner"])
-                wall, counted = end - begin, len(rows) - 2
+                ends = sorted(end for _, end in busy["learner"])
+                begin, end = ends[0], ends[-2 - ahead]
+                wall, counted = end - begin, len(ends) - 2 - ahead
                 sampling, training = (union(busy[kind], (begin, end)) for kind in busy)
                 shared = both(sampling, training)
                 either = seconds(sampling) + seconds(training) - shared
@@ -245,6 +255,7 @@ def measure(arguments: argparse.Namespace, engine: str, table: Table) -> None:
                 table.add(
                     [
                         *(engine, str(prompt), f"{MEDIAN_S * latency:g} s", str(ahead)),
+                        *(str(at_once or 2 * runs_of_a_step), "yes" if pin else "no"),
                         f"{wall / counted:.2f}",
                         f"{3600 * counted / wall:.0f}",
                         *(f"{share / wall:.0%}" for share in shares),
@@ -269,7 +280,9 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=4, help="groups per step")
     parser.add_argument("--generations", type=int, default=8, help="runs per group")
     parser.add_argument("--turns", type=int, default=2, help="calls of the model per run")
-    parser.add_argument("--concurrency", type=int, help="runs at once; twice those of a step")
+    parser.add_argument(
+        "--concurrency", type=int, nargs="+", default=[None], help="runs at once; two steps' runs"
+    )
     parser.add_argument("--tokens", type=int, default=64, help="most tokens per call")
     parser.add_argument(
         "--prompt", type=int, nargs="+", default=[0], help="more words per message to the model"
@@ -281,7 +294,9 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=8, help="rank of the LoRA")
     parser.add_argument("--latency", type=float, nargs="+", default=[1.0], help="of the tools")
     parser.add_argument("--ahead", type=int, nargs="+", default=[0, 1], help="steps off-policy")
-    parser.add_argument("--pin-runs", action="store_true", help="sample each run from one step")
+    parser.add_argument(
+        "--pin-runs", type=int, nargs="+", default=[0], help="1 samples each run from one step"
+    )
     parser.add_argument("--warm", type=int, default=2, help="steps before those that count")
     parser.add_argument("--rate", type=float, default=30.0, help="tokens per second of a replay")
     parser.add_argument("--learner-s", type=float, default=0.0, help="least seconds of a step")
@@ -292,13 +307,13 @@ def main() -> None:
     for hidden in ("--busy", "--state-dir"):
         parser.add_argument(hidden, type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if min(arguments.steps) < 4:
-        parser.error("at least 4 steps: the first and the last are not counted")
+    if min(arguments.steps) < 4 + max(arguments.ahead):
+        parser.error("at least 4 steps more than sampled ahead: the first and last do not count")
     if arguments.serve:
         return serve(arguments)
     table = Table(
-        ["engine", "words", "tools", "steps off-policy", "s/step", "steps/h", "engine busy",
-         "learner busy", "either", "both", "runs/step", "stale runs", "speed-up"]
+        ["engine", "words", "tools", "steps off-policy", "at once", "pinned", "s/step", "steps/h",
+         "engine busy", "learner busy", "either", "both", "runs/step", "stale runs", "speed-up"]
     )  # fmt: skip
     load = os.getloadavg()[0]
     for engine in arguments.engine:

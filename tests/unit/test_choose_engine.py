@@ -25,6 +25,7 @@ from trainer.engines.vllm_args import (
     flags,
     rank_for,
 )
+from trainer.engines.vllm_sampling import WARM_UP
 from trainer.errors import Unsupported, WorkerDied
 from trainer.learner.process import LearnerProcess
 from trainer.machines.members import settings_for
@@ -210,9 +211,10 @@ def test_the_loras_kernels_have_settings_for_every_number_of_merged_products(
         (by_slices,) = json.loads(file.read_text()).values()
         assert sorted(by_slices) == ["1", "2", "3"]  # vLLM dies of a missing one: q, k, v are 3
         for by_tokens in by_slices.values():
-            # Above the graphs vLLM's own, whose kernels are compiled before a request waits.
+            # The last are vLLM's own. Their kernels are compiled before a request waits, with the
+            # graphs or by the prompts that are longer.
             assert min(map(int, by_tokens)) < 128
-            assert max(map(int, by_tokens)) == max(GRAPHS) + 1
+            assert max(map(int, by_tokens)) <= max(GRAPHS) + 1 < max(WARM_UP)
     monkeypatch.setenv("VLLM_TUNED_CONFIG_FOLDER", "mine")
     assert environment(cuda=True)["VLLM_TUNED_CONFIG_FOLDER"] == "mine"
     assert "VLLM_TUNED_CONFIG_FOLDER" not in environment(cuda=False)
@@ -230,4 +232,4 @@ def test_vllm_captures_the_graphs_that_we_name_unless_the_user_decides(
         resolve("tiny-random"), program=[], log=tmp_path, rank=8, cuda=True, arguments=setting
     )
     sizes = engine._effective_arguments.get("cudagraph_capture_sizes", [])
-    assert (sizes[-1:] == [1024]) == ours
+    assert (sizes[-1:] == [2048]) == ours

@@ -21,10 +21,11 @@ START = ("-m", "start_vllm", "serve")  # of `in_vllm`, which is on vLLM's path
 # The ranks that vLLM has kernels for, smallest first.
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # Numbers of tokens that vLLM captures CUDA graphs for, at 0.4 s each. Its own list has 51 and ends
-# at 512, but a large step samples more requests at once.
+# at 512. A large step samples 1,024 requests at once, some of which bring a prompt; without a graph
+# vLLM needs more time to launch such a batch than the GPU to compute it.
 GRAPHS = (
-    *(1, 2, 4, *range(8, 64, 8), *range(64, 128, 16)),
-    *(*range(128, 512, 32), *range(512, 1025, 128)),
+    *(1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32)),
+    *(*range(256, 512, 64), *range(512, 1536, 128), 1536, 1792, 2048),
 )
 # Settings of vLLM that decide which graphs it captures.
 _GRAPH_SETTINGS = (

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 # Two prompts longer than the largest CUDA graph, and two shorter ones, whose kernels differ and are
 # compiled with the graphs unless a user captures none. Of each two, one is a multiple of 16: Triton
 # compiles a kernel once for those, and once for other numbers.
-WARM_UP = (2048, 2001, 512, 501)
+WARM_UP = (3072, 3057, 512, 501)
 
 
 async def warm_up(process: VllmProcess, *, model: str, context: int) -> None:

@@ -44,27 +44,30 @@ class HeldOutputs:
         return result
 
     def _holds(self, output: Any) -> bool:
-        """Hold an output back, or add to it what was held of its request."""
-        if output.finish_reason is not None:
-            if held := self._held.pop(output.request_id, None):
-                join([*held.outputs, output])
-            return False
-        request = self.requests.get(output.request_id)  # type: ignore[attr-defined]
-        parameters = request and request.sampling_params
-        at_once = parameters and parameters.output_kind.name == "FINAL_ONLY"
-        if not at_once or parameters.detokenize:  # it looks for a stop string in every token
-            return False
+        """Hold an output back, or add to it what was held of its request. Runs for every token."""
         held = self._held.get(output.request_id)
         if held is None:
+            if output.finish_reason is not None or not self._may_hold(output):
+                return False
             # The first parts differ in length: of choices that begin together, few hand one over
             # in the same step.
             held = self._held[output.request_id] = Held(1 + next(self._begun) % MOST)
         held.outputs.append(output)
-        if len(held.outputs) < held.most:
+        if output.finish_reason is not None:
+            del self._held[output.request_id]
+        elif len(held.outputs) < held.most:
             return True
+        else:
+            self._held[output.request_id] = Held(MOST)
         join(held.outputs)
-        self._held[output.request_id] = Held(MOST)
         return False
+
+    def _may_hold(self, output: Any) -> bool:
+        """Whether nobody waits for the single tokens of an output's request."""
+        request = self.requests.get(output.request_id)  # type: ignore[attr-defined]
+        parameters = request and request.sampling_params
+        at_once = parameters and parameters.output_kind.name == "FINAL_ONLY"
+        return bool(at_once and not parameters.detokenize)  # which looks for a stop string
 
 
 def join(outputs: list[Any]) -> None:

@@ -1,8 +1,8 @@
 """The two products of a LoRA, for a batch whose tokens may use several LoRAs or none.
 
-vLLM's own kernels read the tokens sorted by LoRA, clear a buffer and add to it from several
-programs. Here tokens stay in their order, and programs write their sums side by side.
-T tokens, I inputs, r rank.
+As in vLLM's own kernels, a program takes tokens in the order of their LoRAs, so that few programs
+need more than one. Those clear a buffer and add to it from several programs; here programs write
+their sums side by side. T tokens, I inputs, r rank.
 """
 
 import torch
@@ -23,16 +23,27 @@ def _weights(weights, slot, r, at, rank, width, inside):
     return tl.load(rows, mask=(r[:, None] < rank) & inside[None, :], other=0.0)
 
 
+@triton.jit
+def _placed(mapping, order, counts, m, tokens, LORAS: tl.constexpr, COUNTS: tl.constexpr):
+    """The tokens at the places `m` in the order of their LoRAs, and the LoRA of each, or -1."""
+    n = tl.arange(0, COUNTS)
+    # A graph may have more tokens than its batch. What is behind those in order is of another one.
+    total = tl.sum(tl.load(counts + n, mask=n <= LORAS, other=0), 0)
+    inside = m < tl.minimum(total, tokens)
+    token = tl.load(order + m, mask=m < tokens, other=0).to(tl.int64)
+    return token, tl.load(mapping + token, mask=inside, other=-1)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _shrink(
-    x, a, b, c, low, mapping, tokens, width, rank, chunk, scale, x_stride,
-    SLICES: tl.constexpr, LORAS: tl.constexpr, R: tl.constexpr,
+    x, a, b, c, low, mapping, order, counts, tokens, width, rank, chunk, scale, x_stride,
+    SLICES: tl.constexpr, LORAS: tl.constexpr, COUNTS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Multiply a part of the inputs with A of each slice."""
     part = tl.program_id(1)
     m, r = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, R)
-    lora = tl.load(mapping + m, mask=m < tokens, other=-1)
+    token, lora = _placed(mapping, order, counts, m, tokens, LORAS, COUNTS)
     begin = part * chunk
     end = tl.minimum(begin + chunk, width)
     for slot in range(LORAS):
@@ -44,7 +55,7 @@ def _shrink(
             for start in range(begin, end, BK):
                 at = start + tl.arange(0, BK)
                 inside = at < end
-                rows = x + m[:, None].to(tl.int64) * x_stride + at[None, :]
+                rows = x + token[:, None] * x_stride + at[None, :]
                 xs = tl.load(rows, mask=mine[:, None] & inside[None, :], other=0.0)
                 first = tl.dot(xs, tl.trans(_weights(a, slot, r, at, rank, width, inside)), first)
                 if SLICES > 1:
@@ -64,9 +75,9 @@ def _shrink(
 
 @triton.jit(do_not_specialize=["tokens", "parts"])
 def _expand(
-    low, a, b, c, y, mapping, tokens, rank, parts, y_stride,
+    low, a, b, c, y, mapping, order, counts, tokens, rank, parts, y_stride,
     first_outputs, second_outputs, third_outputs, first_blocks, second_blocks,
-    SLICES: tl.constexpr, LORAS: tl.constexpr, R: tl.constexpr,
+    SLICES: tl.constexpr, LORAS: tl.constexpr, COUNTS: tl.constexpr, R: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Add up the parts, multiply them with B and add the result to y."""
@@ -81,7 +92,7 @@ def _expand(
         block -= first_blocks + second_blocks
     m, r = tl.program_id(1) * BM + tl.arange(0, BM), tl.arange(0, R)
     n = block * BN + tl.arange(0, BN)
-    lora = tl.load(mapping + m, mask=m < tokens, other=-1)
+    token, lora = _placed(mapping, order, counts, m, tokens, LORAS, COUNTS)
     for slot in range(LORAS):
         mine = lora == slot
         if tl.sum(mine.to(tl.int32), 0) > 0:
@@ -93,7 +104,7 @@ def _expand(
             rows = weights + (slot * outputs + n[None, :]) * rank + r[:, None]
             inside = (n[None, :] < outputs) & (r[:, None] < rank)
             w = tl.load(rows, mask=inside, other=0.0)
-            at = y + m[:, None].to(tl.int64) * y_stride + column + n[None, :]
+            at = y + token[:, None] * y_stride + column + n[None, :]
             inside = mine[:, None] & (n[None, :] < outputs)
             found = tl.load(at, mask=inside, other=0.0).to(tl.float32)
             found = tl.dot(total.to(w.dtype), w, found)
@@ -106,25 +117,29 @@ def add_lora(
     a: list[Tensor],  # [LoRAs, 1, r, I] for each of at most three slices
     b: list[Tensor],  # [LoRAs, 1, outputs, r]
     mapping: Tensor,  # [T] number of each token's LoRA, or -1
+    order: Tensor,  # [T] tokens by LoRA, those without one first
+    counts: Tensor,  # [LoRAs + 1] how many tokens of the batch have the same LoRA, or none
     scale: float,
 ) -> None:
     """Add to y the product of x with the LoRA of each token."""
     (tokens, width), slices = x.shape, len(a)
-    loras, rank = a[0].shape[0], a[0].shape[-2]
+    slots, rank = a[0].shape[0], a[0].shape[-2]
     blocks = triton.cdiv(tokens, SHRINK["BM"])
     parts = max(1, min(PARTS, triton.cdiv(PROGRAMS, blocks)))
     chunk = triton.cdiv(triton.cdiv(width, parts), SHRINK["BK"]) * SHRINK["BK"]
     parts = triton.cdiv(width, chunk)
     low = torch.empty(parts, slices, tokens, rank, dtype=torch.float32, device=x.device)
-    shape = {"SLICES": slices, "LORAS": loras, "R": max(16, triton.next_power_of_2(rank))}
+    shape = {"SLICES": slices, "LORAS": slots, "R": max(16, triton.next_power_of_2(rank))}
+    shape["COUNTS"] = triton.next_power_of_2(slots + 1)
     three_a, three_b = ([*them, *them[-1:] * (3 - slices)] for them in (a, b))  # the rest is unused
+    batch = mapping, order, counts
     _shrink[blocks, parts](
-        x, *three_a, low, mapping, tokens, width, rank, chunk, scale, x.stride(0), **shape, **SHRINK
+        x, *three_a, low, *batch, tokens, width, rank, chunk, scale, x.stride(0), **shape, **SHRINK
     )
     outputs = [one.shape[-2] for one in b]
-    counts = [triton.cdiv(count, EXPAND["BN"]) for count in outputs]
-    outputs, before = outputs + [0] * (3 - slices), counts + [0] * (3 - slices)
-    _expand[sum(counts), triton.cdiv(tokens, EXPAND["BM"])](
-        low, *three_b, y, mapping, tokens, rank, parts, y.stride(0), *outputs, *before[:2],
+    tiles = [triton.cdiv(count, EXPAND["BN"]) for count in outputs]
+    outputs, before = outputs + [0] * (3 - slices), tiles + [0] * (3 - slices)
+    _expand[sum(tiles), triton.cdiv(tokens, EXPAND["BM"])](
+        low, *three_b, y, *batch, tokens, rank, parts, y.stride(0), *outputs, *before[:2],
         **shape, **EXPAND,
     )  # fmt: skip

@@ -67,7 +67,7 @@ def install(
         if none.item() or not len(x):  # a tensor of the CPU
             return
         if fits(x, a) and suits():
-            add(y, x, a, b, mapping, scale)
+            add(y, x, a, b, mapping, sorted_tokens, counts, scale)
             return
         batch = (mapping, sorted_tokens, counts, starts, loras, none, active)
         low = torch.empty(len(a), len(x), a[0].shape[-2], dtype=torch.float32, device=x.device)
