@@ -1,12 +1,14 @@
 """Compares our attention of decoding requests with vLLM's FlashAttention 3, on this GPU.
 
-    python bench/decode_attention.py [--write]      # where vLLM and a Hopper GPU are
+    python bench/decode_attention.py [--write] [--sweep]      # where vLLM and a Hopper GPU are
 
 The table shows the microseconds of one layer's attention while requests add a token each, with
-caches in bf16 and in fp8, how fast ours reads the cache, and how far the results differ.
+caches in bf16 and in fp8, how fast ours reads the cache, and how far the results differ. `--sweep`
+times other tiles of our kernel instead.
 """
 
 import argparse
+import itertools
 import os
 import random
 import statistics
@@ -41,6 +43,7 @@ def between(count: int, shortest: int, longest: int) -> list[int]:
 
 
 CASES = [
+    Case("4B, 1,024 requests of 60 to 560 tokens", between(1024, 60, 560)),
     Case("4B, 512 requests of 300 to 600 tokens", between(512, 300, 600)),
     Case("4B, 64 requests of 300 to 600 tokens", between(64, 300, 600)),
     Case("4B, 8 requests of 300 to 600 tokens", between(8, 300, 600)),
@@ -118,10 +121,31 @@ def measure(case: Case, dtype: torch.dtype) -> list[str]:
     return [case.title, name, f"{before:.1f}", f"{after:.1f}", saved, speed, f"{off:.3f}"]
 
 
+def sweep() -> None:
+    """Print what the first case takes with other tiles of our kernel."""
+    import decode_kernel
+    from triton.runtime.errors import OutOfResources
+
+    sizes = itertools.product((32, 64, 128), (3, 5, 7), (1, 2, 4))
+    for dtype, (keys, stages, warps) in itertools.product(
+        (torch.float8_e4m3fn, torch.bfloat16), sizes
+    ):
+        decode_kernel.TILE |= {"BN": keys, "STAGES": stages, "num_warps": warps}
+        try:
+            _, cache, _, ours, _, speed, off = measure(CASES[0], dtype)
+        except OutOfResources:
+            continue
+        tile = f"{keys} keys, {stages} stages, {warps} warps"
+        print(f"{cache}, {tile}: {ours} us, {speed} TB/s, off by {off}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--write", action="store_true", help="write bench/results/")
+    parser.add_argument("--sweep", action="store_true", help="time other tiles instead")
     arguments = parser.parse_args()
+    if arguments.sweep:
+        return sweep()
     table = Table(
         ["requests", "cache", "FlashAttention 3 us", "ours us", "saved", "ours TB/s", "difference"]
     )

@@ -14,6 +14,9 @@ from torch import Tensor
 SHORTEST = 1024  # tokens of a segment, unless a request has fewer
 SEGMENTS = 4  # of a request at most, so that a long one does not hold the others for long
 PROGRAMS = 4096  # fewer requests have more segments
+# BN: keys that are read at once. With fewer than five stages Triton has one buffer for them, so it
+# reads while nothing is computed. `bench/decode_attention.py --sweep` times other sizes.
+TILE = {"BN": 64, "STAGES": 3, "num_warps": 2}
 LOG2E = 1.4426950408889634
 ROWS = tl.constexpr(16)  # query heads of a key head, at most: the smallest tile of a product
 FP8 = (torch.uint8, torch.float8_e4m3fn)
@@ -68,7 +71,8 @@ def _attend(
     q, kv, out, parts, sums, table, lengths, q_scale, k_scale, v_scale, scale, splits,
     q_stride, out_stride, table_stride, page_stride, head_stride, token_stride,
     GROUP: tl.constexpr, HEADS: tl.constexpr, E: tl.constexpr, PAGE: tl.constexpr,
-    FP8: tl.constexpr, FP8_Q: tl.constexpr, SHORTEST: tl.constexpr, BN: tl.constexpr,
+    FP8: tl.constexpr, FP8_Q: tl.constexpr, SHORTEST: tl.constexpr,
+    BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     # The last segments first: only long requests have them, and should not end last.
     head, seq, split = tl.program_id(0), tl.program_id(1), splits - 1 - tl.program_id(2)
@@ -99,7 +103,7 @@ def _attend(
     total = tl.zeros([ROWS], tl.float32)
     mixed_first = tl.zeros([ROWS, HALF], tl.float32)
     mixed_second = tl.zeros([ROWS, HALF], tl.float32)
-    for start in tl.range(begin, end, BN, num_stages=3):
+    for start in tl.range(begin, end, BN, num_stages=STAGES):
         at = start + n
         inside = at < end
         page = tl.load(table + seq * table_stride + at // PAGE, mask=inside, other=0).to(tl.int64)
@@ -202,7 +206,7 @@ def attend(
     given = (q, kv, out, parts, sums, table, lengths, *scales, scale * LOG2E, splits)
     strides = (q.stride(0), out.stride(0), table.stride(0), *kv.stride()[:3])
     shape = {"GROUP": heads // kv_heads, "HEADS": heads, "E": size, "SHORTEST": SHORTEST}
-    options = {"FP8": fp8, "FP8_Q": q.dtype in FP8, "PAGE": page, "BN": 64, "num_warps": 2}
-    _attend[kv_heads, count, splits](*given, *strides, **shape, **options)
+    options = {"FP8": fp8, "FP8_Q": q.dtype in FP8, "PAGE": page}
+    _attend[kv_heads, count, splits](*given, *strides, **shape, **options, **TILE)
     if splits > 1:
         _join[kv_heads, count](out, parts, sums, lengths, splits, out.stride(0), **shape)
