@@ -176,9 +176,9 @@ def test_our_route_and_a_users_middleware_both_reach_vllm(monkeypatch: pytest.Mo
     assert named == ["flat_completions.Middleware", "mine.Middleware"]
     monkeypatch.setenv("PYTHONPATH", "/mine")
     assert environment(cuda=True)["PYTHONPATH"] == f"{IN_VLLM}:/mine"
-    for name in ("flat_completions", "held_outputs", "start_vllm"):
+    for name in ("flat_completions", "light_scheduler", "start_vllm"):
         assert (IN_VLLM / f"{name}.py").is_file()
-    assert "held_outputs.scheduler" in flags(defaults(resolve("tiny-random"), rank=8, cuda=True))
+    assert "light_scheduler.scheduler" in flags(defaults(resolve("tiny-random"), rank=8, cuda=True))
 
 
 @pytest.mark.parametrize(

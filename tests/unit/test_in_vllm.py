@@ -11,15 +11,21 @@ import pytest
 import torch
 
 from trainer.engines.in_vllm.decode_attention import install
-from trainer.engines.in_vllm.held_outputs import MOST, Held, scheduler
+from trainer.engines.in_vllm.light_scheduler import MOST, Held, scheduler
 from trainer.engines.in_vllm.start_vllm import in_fork
 
 
 class Logprobs(NamedTuple):
-    ids: numpy.ndarray
+    """As vLLM has the logprobs of a step, and those of a request in it."""
+
+    logprob_token_ids: numpy.ndarray
     logprobs: numpy.ndarray
-    ranks: numpy.ndarray
-    offsets: None = None
+    sampled_token_ranks: numpy.ndarray
+    cu_num_generated_tokens: list[int] | None = None
+
+    def slice_request(self, index: int, tokens: int) -> "Logprobs":
+        begin = self.cu_num_generated_tokens[index] if self.cu_num_generated_tokens else index
+        return Logprobs(*(rows[begin : begin + tokens] for rows in self[:3]))
 
 
 class Output(SimpleNamespace):
@@ -27,11 +33,14 @@ class Output(SimpleNamespace):
                          "prefill_stats")  # fmt: skip
 
 
-def output(request: str, token: int, finish: str | None = None, **others: Any) -> Output:
-    rows = Logprobs(numpy.array([[token]]), numpy.array([[-float(token)]]), numpy.array([1]))
+def output(request: str, *tokens: int, finish: str | None = None, **others: Any) -> Output:
     given = {"events": None, "prefill_stats": None, **others}
     return Output(
-        request_id=request, new_token_ids=[token], new_logprobs=rows, finish_reason=finish, **given
+        request_id=request,
+        new_token_ids=list(tokens),
+        new_logprobs=None,
+        finish_reason=finish,
+        **given,
     )
 
 
@@ -41,51 +50,74 @@ class Own:
     def __init__(self, vllm_config: Any) -> None:
         self.requests: dict[str, Any] = {}
 
-    def update_from_output(self, outputs: list[Output]) -> dict[int, Any]:
-        for each in outputs:
+    def update_from_output(self, outputs: list[Output], sampled: Any) -> dict[int, Any]:
+        for index, each in enumerate(outputs):
             if each.finish_reason:
                 del self.requests[each.request_id]
+            if sampled.logprobs:
+                rows = sampled.logprobs.slice_request(index, len(each.new_token_ids))
+                each.new_logprobs = rows
         return {0: SimpleNamespace(outputs=outputs)}
 
     def finish_requests(self, request: str, status: str) -> None:
         del self.requests[request]
 
 
+def updated(ours: Any, outputs: list[Output], *, wide: int = 0, logprobs: bool = True) -> Any:
+    """The outputs that are handed over of a step. A token's logprob is its negative, its rank 1.
+
+    `wide` is how many of the likeliest tokens another request wants to know.
+    """
+    tokens = [token for each in outputs for token in each.new_token_ids]
+    counts = [len(each.new_token_ids) for each in outputs]
+    ids = numpy.array([[token, *range(wide)] for token in tokens], dtype=numpy.int32)
+    values = -ids.astype(numpy.float32)
+    starts = None if max(counts) == 1 else [0, *accumulate(counts)]
+    rows = Logprobs(ids, values, numpy.ones(len(tokens), dtype=numpy.int64), starts)
+    sampled = SimpleNamespace(logprobs=rows if logprobs else None)
+    return ours.update_from_output(outputs, sampled)[0].outputs
+
+
 def create(**requests: Any) -> Any:
     config = SimpleNamespace(scheduler_cls="ours", get_scheduler_cls=lambda: Own)
     created = scheduler(SimpleNamespace(scheduler_config=config))
     assert config.scheduler_cls == "ours"
-    for name, (kind, detokenize) in requests.items():
-        parameters = SimpleNamespace(output_kind=SimpleNamespace(name=kind), detokenize=detokenize)
+    for name, (kind, detokenize, logprobs) in requests.items():
+        parameters = SimpleNamespace(
+            output_kind=SimpleNamespace(name=kind), detokenize=detokenize, logprobs=logprobs
+        )
         created.requests[name] = SimpleNamespace(sampling_params=parameters)
     return created
 
 
+FLAT = ("FINAL_ONLY", False, 0)
+
+
 def test_a_step_may_have_more_logprobs_for_another_request() -> None:
-    ours = create(flat=("FINAL_ONLY", False))
+    ours = create(flat=FLAT, likeliest=("FINAL_ONLY", False, 2))
     ours._held["flat"] = Held(MOST)
-    wide = output("flat", 5)
-    wide.new_logprobs = Logprobs(
-        numpy.array([[5, 8, 9]]), numpy.array([[-5.0, -1.0, -2.0]]), numpy.array([3])
-    )
-    for each in (output("flat", 4), wide):
-        ours.update_from_output([each])
-    (whole,) = ours.update_from_output([output("flat", 6, "length")])[0].outputs
-    assert whole.new_logprobs.ids.tolist() == [[4], [5], [6]]
+    (first,) = updated(ours, [output("flat", 4), output("likeliest", 9)], wide=2)
+    assert first.request_id == "likeliest"  # what it wants is not held
+    assert first.new_logprobs.logprobs.tolist() == [[-9.0, 0.0, -1.0]]
+    assert updated(ours, [output("flat", 5)]) == []
+    (whole,) = updated(ours, [output("flat", 6, finish="length")])
+    assert whole.new_logprobs.logprob_token_ids.tolist() == [[4], [5], [6]]
     assert whole.new_logprobs.logprobs.tolist() == [[-4.0], [-5.0], [-6.0]]
-    assert whole.new_logprobs.ranks.tolist() == [1, 3, 1]
+    assert whole.new_logprobs.sampled_token_ranks.tolist() == [1, 1, 1]
+    types = [rows.dtype for rows in whole.new_logprobs[:3]]
+    assert types == [numpy.int32, numpy.float32, numpy.int64]
 
 
 def test_choices_that_begin_together_are_handed_over_in_parts_by_turns() -> None:
     names = [str(number) for number in range(2 * MOST)]
-    ours = create(**dict.fromkeys(names, ("FINAL_ONLY", False)))
+    ours = create(**dict.fromkeys(names, FLAT))
     parts: dict[str, list[Output]] = {name: [] for name in names}
     for token in range(4 * MOST):
-        handed = ours.update_from_output([output(name, token) for name in names])[0].outputs
+        handed = updated(ours, [output(name, token) for name in names])
         assert len(handed) == 2  # of all choices, in every step
         for part in handed:
             parts[part.request_id].append(part)
-    for part in ours.update_from_output([output(name, 7, "length") for name in names])[0].outputs:
+    for part in updated(ours, [output(name, 7, finish="length") for name in names]):
         parts[part.request_id].append(part)
     for taken in parts.values():
         tokens = list(chain.from_iterable(part.new_token_ids for part in taken))
@@ -97,33 +129,44 @@ def test_choices_that_begin_together_are_handed_over_in_parts_by_turns() -> None
     assert not ours._held
 
 
+def test_a_step_may_have_several_tokens_of_a_request() -> None:
+    ours = create(one=FLAT, other=FLAT)
+    ours._held |= {"one": Held(MOST), "other": Held(MOST)}
+    assert updated(ours, [output("one", 1, 2), output("other", 3)]) == []
+    last = [output("one", 4, finish="stop"), output("other", 5, 6, finish="stop")]
+    one, other = updated(ours, last)
+    assert one.new_token_ids == [1, 2, 4] and other.new_token_ids == [3, 5, 6]
+    assert one.new_logprobs.logprobs.tolist() == [[-1.0], [-2.0], [-4.0]]
+    assert other.new_logprobs.logprobs.tolist() == [[-3.0], [-5.0], [-6.0]]
+
+
 def test_a_part_says_what_all_of_its_outputs_say() -> None:
-    ours = create(flat=("FINAL_ONLY", False))
+    ours = create(flat=FLAT)
     ours._held["flat"] = Held(MOST)
     first = output("flat", 5, events=["queued"], prefill_stats="prompt")
     for each in (first, output("flat", 6)):
-        assert ours.update_from_output([each])[0].outputs == []
-    (whole,) = ours.update_from_output([output("flat", 7, "stop")])[0].outputs
+        assert updated(ours, [each], logprobs=False) == []
+    (whole,) = updated(ours, [output("flat", 7, finish="stop")], logprobs=False)
     assert (whole.new_token_ids, whole.finish_reason) == ([5, 6, 7], "stop")
-    assert whole.new_logprobs.logprobs.tolist() == [[-5.0], [-6.0], [-7.0]]
-    assert whole.new_logprobs.ids.tolist() == [[5], [6], [7]]
-    assert whole.new_logprobs.ranks.tolist() == [1, 1, 1]
+    assert whole.new_logprobs is None
     assert (whole.events, whole.prefill_stats) == (["queued"], "prompt")
     assert not ours._held
 
 
-@pytest.mark.parametrize("kind", [("DELTA", False), ("FINAL_ONLY", True)])
-def test_tokens_that_somebody_waits_for_are_not_held(kind: tuple[str, bool]) -> None:
+@pytest.mark.parametrize(
+    "kind", [("DELTA", False, 0), ("FINAL_ONLY", True, 0), ("FINAL_ONLY", False, 3)]
+)
+def test_tokens_that_somebody_waits_for_are_not_held(kind: tuple[str, bool, int]) -> None:
     ours = create(streamed=kind)
-    (each,) = ours.update_from_output([output("streamed", 5)])[0].outputs
-    assert each.new_token_ids == [5]
-    (last,) = ours.update_from_output([output("streamed", 6, "length")])[0].outputs
-    assert last.new_token_ids == [6]
+    (each,) = updated(ours, [output("streamed", 5)])
+    assert each.new_token_ids == [5] and each.new_logprobs.logprobs.tolist() == [[-5.0]]
+    (last,) = updated(ours, [output("streamed", 6, finish="length")])
+    assert last.new_token_ids == [6] and isinstance(last.new_logprobs, Logprobs)
 
 
 def test_nothing_is_kept_of_a_request_that_was_aborted() -> None:
-    ours = create(gone=("FINAL_ONLY", False), stays=("FINAL_ONLY", False))
-    ours.update_from_output([output("gone", 5), output("stays", 6)])
+    ours = create(gone=FLAT, stays=FLAT)
+    updated(ours, [output("gone", 5), output("stays", 6)])
     ours.finish_requests("gone", "aborted")
     assert list(ours._held) == ["stays"]
 

@@ -114,7 +114,7 @@ def defaults(directory: Path, *, rank: int, cuda: bool, shared: bool = True) -> 
     settings: Json = {
         "dtype": dtype_name(directory, cuda=cuda),  # the same as the learner's
         "enable_prefix_caching": True,
-        "scheduler_cls": "held_outputs.scheduler",  # of `in_vllm`
+        "scheduler_cls": "light_scheduler.scheduler",  # of `in_vllm`
         "max_lora_rank": rank_for(rank),
         # A run samples from its newest step; the second is for requests to an older one.
         "max_loras": 2,
