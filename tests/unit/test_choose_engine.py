@@ -220,6 +220,16 @@ def test_the_loras_kernels_have_settings_for_every_number_of_merged_products(
     assert "VLLM_TUNED_CONFIG_FOLDER" not in environment(cuda=False)
 
 
+def test_vllm_on_a_gpu_uses_one_thread_of_its_host_unless_the_user_decides(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert environment(cuda=True)["OMP_NUM_THREADS"] == "1"
+    assert "OMP_NUM_THREADS" not in environment(cuda=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert environment(cuda=True)["OMP_NUM_THREADS"] == "4"
+
+
 @pytest.mark.parametrize(
     ("setting", "ours"),
     [({}, True), ({"enforce_eager": False}, True), ({"enforce_eager": True}, False),

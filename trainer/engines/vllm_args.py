@@ -213,6 +213,9 @@ def environment(*, cuda: bool) -> dict[str, str]:
         variables["VLLM_TUNED_CONFIG_FOLDER"] = os.environ.get(
             "VLLM_TUNED_CONFIG_FOLDER", str(IN_VLLM / "tuned")
         )
+        # All requests wait while vLLM converts a new LoRA, in some 500 small operations. Several
+        # threads would wait for each other in each of them; vLLM for several GPUs takes one too.
+        variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     else:
         # On a CPU the first logprob would compile C++ for half a minute, even in eager mode.
         variables["TORCH_COMPILE_DISABLE"] = "1"
