@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import signal
@@ -40,6 +41,13 @@ def groups() -> list[dict[str, Any]]:
     return [{"trajectories": [trajectory() for _ in range(4)]} for _ in range(4)]
 
 
+def written(worker: Worker, groups: list[Any]) -> str:
+    """The file of a request with these groups, beside the worker's directory."""
+    path = worker.log.parent.with_suffix(".json")
+    path.write_text(json.dumps({"groups": groups}))
+    return str(path)
+
+
 async def start_worker(directory: Path, *arguments: str) -> tuple[Worker, asyncio.Task[None]]:
     """Start a worker with `directory` as its working directory; return its startup task too."""
     command = ["--base-model", "tiny-random", *arguments]
@@ -64,16 +72,13 @@ async def train(
         await starting
         rows = []
         for _ in range(2):
-            stream = worker.stream(
-                "train", checkpoints=checkpoints, groups=groups(), config=CONFIG, lora=LORA
-            )
+            step = {"request": written(worker, groups()), "lora": LORA}
+            stream = worker.stream("train", checkpoints=checkpoints, config=CONFIG, **step)
             rows += [row async for row in stream]
             assert await worker.call("release") is None
-            bad = [{"trajectories": [{"reward": None}]}]
+            step["request"] = written(worker, [{"trajectories": [{"reward": None}]}])
             with pytest.raises(BadRequest):
-                async for _ in worker.stream(
-                    "train", checkpoints=checkpoints, groups=bad, config={}, lora=LORA
-                ):
+                async for _ in worker.stream("train", checkpoints=checkpoints, config={}, **step):
                     pass
         if agents is not None:
             assert worker.pid
@@ -166,8 +171,9 @@ async def test_one_process_out_of_memory_is_reported_for_all(
     worker, starting = await start_worker(tmp_path / "two", "--processes", "2")
     try:
         await starting
+        request = written(worker, groups())
         stream = worker.stream(
-            "train", checkpoints="checkpoints", groups=groups(), config=CONFIG, lora=LORA
+            "train", checkpoints="checkpoints", request=request, config=CONFIG, lora=LORA
         )
         with pytest.raises(OutOfMemory, match="learner ran out of GPU memory"):
             async for _ in stream:

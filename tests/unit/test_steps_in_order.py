@@ -40,11 +40,11 @@ class WaitingLearner(SavingLearner):
         self.events = events
 
     async def train(
-        self, checkpoints: Path, groups: Any, config: Any, lora: Any, *, parent: int
+        self, checkpoints: Path, request: Path, config: Any, lora: Any, *, parent: int
     ) -> AsyncIterator[dict[str, Any]]:
         self.events.allow(f"trains {parent + 1}")
         await self.events[f"train {parent + 1}"].wait()
-        async for row in super().train(checkpoints, groups, config, lora, parent=parent):
+        async for row in super().train(checkpoints, request, config, lora, parent=parent):
             yield row
 
 

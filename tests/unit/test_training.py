@@ -39,8 +39,9 @@ class SavingLearner(LearnerProcess):
         self.calls.append("stopped")
 
     async def train(
-        self, checkpoints: Path, groups: Any, config: Any, lora: Any, *, parent: int
+        self, checkpoints: Path, request: Path, config: Any, lora: Any, *, parent: int
     ) -> AsyncIterator[dict[str, Any]]:
+        groups = json.loads(request.read_text())["groups"]
         self.calls.append("tried")
         if self.too_large:
             self.too_large -= 1

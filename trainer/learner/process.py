@@ -78,18 +78,22 @@ class LearnerProcess:
     async def train(
         self,
         checkpoints: Path,
-        groups: list[dict[str, Any]],
+        request: Path,
         config: StepConfig,
         lora: LoraConfig,
         *,
         parent: int,
     ) -> AsyncIterator[dict[str, Any]]:
-        """Train one step from `parent`. Yield a row per gradient step, then the checkpoint's."""
+        """Train one step from `parent`. Yield a row per gradient step, then the checkpoint's.
+
+        `request` is a JSON file with the step's `groups`. They may be large, and the server has
+        other requests to answer than to send them.
+        """
         await self._worker.revive()
         async for row in self._worker.stream(
             "train",
             checkpoints=str(checkpoints),
-            groups=groups,
+            request=str(request),
             config=config.model_dump(mode="json"),
             lora=lora.model_dump(mode="json"),
             parent=parent,

@@ -20,11 +20,12 @@ from kit.config import validate
 from kit.errors import KitError
 from trainer.base_model.resolve import resolve
 from trainer.config import LoraConfig
-from trainer.errors import OutOfMemory
+from trainer.errors import OutOfMemory, storage_error
 from trainer.learner.learner import Learner
 from trainer.learner.warm_up import warm_up
 from trainer.learner.world import World, join
 from trainer.policy.device import default_device, default_dtype, keep_freed_memory, release_memory
+from trainer.processes.large_json import parse
 from trainer.processes.worker import OUT_OF_MEMORY, die_with_parent, run_worker, serve, take_stdin
 from trainer.step_config import read_step_config
 
@@ -79,6 +80,19 @@ def handlers(learner: Learner) -> Handlers:
         **{"warm_up": compile_ahead, "load": load, "prepare": prepare, "train": train},
         **{"score": score, "release": release_memory},
     }
+
+
+def reading(train: Callable[..., Any]) -> Callable[..., Any]:
+    """Let `train` have the groups of a request's file, which only the server's machine has."""
+
+    def call(request: str, **params: Any) -> Any:
+        try:
+            text = Path(request).read_bytes()
+        except OSError as exc:
+            raise storage_error(exc, f"The request cannot be read from `{request}`") from exc
+        return train(groups=parse(text, limit=None)["groups"], **params)
+
+    return call
 
 
 def broadcast_call(world: World, name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,7 +188,7 @@ def main(given: list[str] | None = None) -> None:
         follow(world, calls)
     if world.size > 1:
         calls = {name: broadcast_call(world, name, handler) for name, handler in calls.items()}
-    serve(calls)
+    serve({**calls, "train": reading(calls["train"])})
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic_core import from_json
 
 FAST_PARSE_LIMIT = 16 << 20  # bytes; parsing them blocks other threads for about 0.1 s
-_DEPTH = 6  # a call, its parameters, groups, a group, its trajectories, a trajectory
+_DEPTH = 5  # a request, its groups, a group, its trajectories, a trajectory
 
 
 def encode_in_pieces(value: Any, *, depth: int = _DEPTH) -> Iterator[str]:
@@ -24,7 +24,7 @@ def encode_in_pieces(value: Any, *, depth: int = _DEPTH) -> Iterator[str]:
             yield f"{', ' if index else ''}{json.dumps(key)}: "
             yield from encode_in_pieces(value[key], depth=depth - 1)
         yield "}"
-    elif depth and is_large(value):
+    elif depth and isinstance(value, list) and value and isinstance(value[0], dict):
         yield "["
         for index, item in enumerate(value):
             yield ", " if index else ""
@@ -34,19 +34,14 @@ def encode_in_pieces(value: Any, *, depth: int = _DEPTH) -> Iterator[str]:
         yield json.dumps(value)
 
 
-def is_large(value: Any) -> bool:
-    """Return whether a value may be large enough to encode in pieces: a list of objects."""
-    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
-
-
-def parse(text: bytes) -> Any:
+def parse(text: bytes, *, limit: int | None = FAST_PARSE_LIMIT) -> Any:
     """Parse JSON as `json.loads` does. Call it in a thread.
 
-    Texts up to `FAST_PARSE_LIMIT` bytes use pydantic's parser, which takes less than half the
-    time but blocks other threads. Longer texts use `json.loads` with a Python hook for every
-    object, which gives other threads a turn.
+    Texts up to `limit` bytes use pydantic's parser, which takes less than half the time but blocks
+    other threads. Longer texts use `json.loads` with a Python hook for every object, which gives
+    other threads a turn.
     """
-    if len(text) <= FAST_PARSE_LIMIT:
+    if limit is None or len(text) <= limit:
         with contextlib.suppress(ValueError):  # it rejects lone surrogates and deep nesting
             return from_json(text, cache_strings="keys")
     return json.loads(text, object_hook=lambda parsed: parsed)

@@ -17,7 +17,6 @@ from kit.errors import KitError
 from kit.types import Json
 from trainer import errors
 from trainer.errors import TrainerError
-from trainer.processes.large_json import encode_in_pieces, is_large
 
 logger = logging.getLogger(__name__)
 CHUNK = 1 << 20  # bytes
@@ -51,11 +50,7 @@ class RpcClient:
 
     async def stream(self, method: str, **params: Any) -> AsyncIterator[Json]:
         """Call `method` and yield its rows. Closing the iterator early cancels the call."""
-        if any(map(is_large, params.values())):  # a step's groups: do not block other requests
-            text = await asyncio.to_thread(lambda: "".join(encode_in_pieces(params)))
-        else:
-            text = json.dumps(params)
-        call, replies = self._send(method, text)
+        call, replies = self._send(method, json.dumps(params))
         reply: Json = {"row": {}}
         try:
             while "row" in (reply := await replies.get()):

@@ -29,7 +29,7 @@ ERROR, HINT = "error: ", "hint: "  # how the lines of an error in a log begin
 OUT_OF_MEMORY = 77  # exit code of a process that does not fit on the GPU
 # Such as ART_API_KEY and OPENAI_API_KEY, and Ray's token, which lets one run code on all machines.
 _KEY_NAME = re.compile(r"_(API|SECRET|PUBLIC)_KEY$|^RAY_AUTH_TOKEN")
-LIMIT = 1 << 30  # bytes in one line: a train request holds every trajectory of a step
+LIMIT = 1 << 30  # bytes in one line of a reply
 
 # How OpenMP threads wait for each other. On a machine with idle cores, most waits are shorter than
 # 10,000 spins (0.5 ms), so that this costs nothing there.

@@ -55,6 +55,11 @@ class Journal:
         """The file of a step: its request, `delivered.json` or `rows.jsonl`."""
         return self._directory / f"journal.{step_name(step)}.{kind}"
 
+    def file(self, step: int) -> Path:
+        """The file that holds a step's request now: it has another name once it is delivered."""
+        path = self.path(step)
+        return path if path.exists() else self.path(step, "delivered.json")
+
     def begin(self, request: JournaledRequest) -> None:
         """Write the request durably; only then may it be trained."""
         for step in sorted(self._left):

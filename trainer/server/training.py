@@ -275,7 +275,7 @@ class Training:
         config = read_step_config(self.request.config)
         trained = None
         async for row in self._learner.train(
-            self.model.checkpoints, self.request.groups, config, self.model.lora, parent=step - 1
+            self.model.checkpoints, journal.file(step), config, self.model.lora, parent=step - 1
         ):
             if "checkpoint" in row:
                 trained = int(row["step"])
