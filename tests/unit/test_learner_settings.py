@@ -15,7 +15,6 @@ from trainer.errors import CheckpointError, Unsupported
 from trainer.learner import state
 from trainer.learner.gradient import batches_of
 from trainer.learner.learner import Learner
-from trainer.learner.prepare import prepare
 from trainer.step_config import GrpoConfig
 
 
@@ -110,8 +109,8 @@ def test_a_gradient_step_has_a_row_for_each_process_unless_set(
     one.prepare(tmp_path, LORA)
     assert one.state is not None
     config = GrpoConfig(packed_sequence_length=64, grad_accumulation_sequences=rows)
-    prepared = prepare(one.tokenizer, groups(0, 4), config, limit=64, vocabulary=260)
-    batches = batches_of(prepared, config, one.state, one.device, processes)
+    ready = one.ready(groups(0, 4), config, 0)
+    batches = batches_of(ready, one.state, one.device, processes)
     assert len(batches) > 1 and len(batches[0]) == size
 
 

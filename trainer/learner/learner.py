@@ -21,14 +21,17 @@ from trainer.errors import OutOfMemory
 from trainer.learner.clock import Clock
 from trainer.learner.gradient import (
     GradientSteps,
+    Ready,
     batches_of,
     borrowed_lora,
     completion_logprobs,
+    get_ready,
+    limit_of,
 )
 from trainer.learner.pack import Row, pack
 from trainer.learner.plot import NAME as PICTURE
 from trainer.learner.plot import plot_rows
-from trainer.learner.prepare import prepare
+from trainer.learner.prepare import Group
 from trainer.learner.record import Record, Recording
 from trainer.learner.sft import SUPERVISED, prepare_sft
 from trainer.learner.state import (
@@ -90,7 +93,7 @@ class Learner:
     def train(
         self,
         checkpoints: Path,
-        groups: Sequence[dict[str, Any]],
+        groups: Sequence[Group] | Ready,
         config: StepConfig,
         lora: LoraConfig | None,
         *,
@@ -102,6 +105,7 @@ class Learner:
             step = self._load(checkpoints, lora, parent)
             faults.reached("learner-begins")
             if isinstance(config, SftConfig):
+                assert not isinstance(groups, Ready)
                 yield from self._train_sft(checkpoints, step, groups, config, lora)
             else:
                 yield from self._train(checkpoints, step, groups, config, lora)
@@ -133,11 +137,17 @@ class Learner:
         with nullcontext() if loaded else borrowed_lora(policy, path, self.world):
             return completion_logprobs(policy, prompt_ids, completion_ids, compiled=self.fp8)
 
+    def ready(self, groups: Sequence[Group], config: GrpoConfig, step: int) -> Ready:
+        """Prepare a request for the step after `step`. A thread may do so while a step trains."""
+        assert self.state is not None
+        given = (self.tokenizer, self.state.policy, groups, config, step)
+        return get_ready(*given, full=self.device.type == "cuda")
+
     def _train(
         self,
         checkpoints: Path,
         step: int,
-        groups: Sequence[dict[str, Any]],
+        groups: Sequence[Group] | Ready,
         config: GrpoConfig,
         lora: LoraConfig | None,
     ) -> Iterator[dict[str, Any]]:
@@ -145,15 +155,11 @@ class Learner:
         state = self.state
         check = partial(check_reference, config, checkpoints, base_model=self.base_model, lora=lora)
         self.world.on_first(check)
-        prepared = prepare(
-            self.tokenizer,
-            groups,
-            config,
-            limit=self._limit(config.max_seq_length, config.packed_sequence_length),
-            vocabulary=state.policy.architecture.vocab_size,
-            step=step,
-        )
-        batches = batches_of(prepared, config, state, self.device, self.world.size)
+        if not isinstance(groups, Ready):
+            groups = self.ready(groups, config, step)
+        elif (groups.config, groups.step) != (config, step):
+            groups = self.ready(groups.groups, config, step)
+        batches, prepared = batches_of(groups, state, self.device, self.world.size), groups.prepared
         prepared.metrics |= {
             "data/step_num_gradient_steps": float(len(batches)),
             "num_gradient_steps": float(len(batches)),
@@ -182,7 +188,7 @@ class Learner:
         self,
         checkpoints: Path,
         step: int,
-        groups: Sequence[dict[str, Any]],
+        groups: Sequence[Group],
         config: SftConfig,
         lora: LoraConfig | None,
     ) -> Iterator[dict[str, Any]]:
@@ -192,7 +198,7 @@ class Learner:
             self.tokenizer,
             groups,
             config,
-            limit=self._limit(config.max_seq_length),
+            limit=limit_of(self.state.policy, config.max_seq_length),
             vocabulary=self.state.policy.architecture.vocab_size,
         )
         if not batches:
@@ -215,11 +221,6 @@ class Learner:
         self._clock.lap("time/save_s")
         laps = self._clock.laps
         return {"checkpoint": str(path), "step": step, "dropped": dropped, "times": laps}
-
-    def _limit(self, *given: int | None) -> int:
-        assert self.state is not None
-        limits: list[int | None] = [self.state.policy.max_seq_len, *given]
-        return min(limit for limit in limits if limit is not None)
 
     def _latest(self, checkpoints: Path) -> int | None:
         checkpoint.clean(checkpoints)

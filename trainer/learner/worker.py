@@ -21,13 +21,16 @@ from kit.errors import KitError
 from trainer.base_model.resolve import resolve
 from trainer.config import LoraConfig
 from trainer.errors import OutOfMemory, storage_error
+from trainer.learner.ahead import Ahead, next_request
+from trainer.learner.gradient import Ready
 from trainer.learner.learner import Learner
+from trainer.learner.prepare import Group
 from trainer.learner.warm_up import warm_up
 from trainer.learner.world import World, join
 from trainer.policy.device import default_device, default_dtype, keep_freed_memory, release_memory
 from trainer.processes.large_json import parse
 from trainer.processes.worker import OUT_OF_MEMORY, die_with_parent, run_worker, serve, take_stdin
-from trainer.step_config import read_step_config
+from trainer.step_config import SftConfig, read_step_config
 
 logger = logging.getLogger(__name__)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -64,7 +67,7 @@ def handlers(learner: Learner) -> Handlers:
 
     def train(
         checkpoints: str,
-        groups: list[dict[str, Any]],
+        groups: list[Group] | Ready,
         config: Settings,
         lora: Settings | None,
         parent: int | None = None,
@@ -82,17 +85,38 @@ def handlers(learner: Learner) -> Handlers:
     }
 
 
-def reading(train: Callable[..., Any]) -> Callable[..., Any]:
-    """Let `train` have the groups of a request's file, which only the server's machine has."""
+def reading(train: Callable[..., Any], learner: Learner) -> Callable[..., Any]:
+    """Let `train` have the groups of a request's file, which only the server's machine has.
 
-    def call(request: str, **params: Any) -> Any:
-        try:
-            text = Path(request).read_bytes()
-        except OSError as exc:
-            raise storage_error(exc, f"The request cannot be read from `{request}`") from exc
-        return train(groups=parse(text, limit=None)["groups"], **params)
+    A process that is alone prepares the next request while it trains one, if that is there.
+    """
+
+    def prepare(path: Path) -> Ready | None:
+        request = parse(path.read_bytes())
+        config = read_step_config(request["config"])
+        if isinstance(config, SftConfig):
+            return None
+        return learner.ready(request["groups"], config, request["step"] - 1)
+
+    ahead = Ahead(prepare)
+
+    def call(request: str, **params: Any) -> Iterator[Any]:
+        path = Path(request)
+        for row in train(groups=ahead.take(path) or groups_of(path), **params):
+            yield row
+            if learner.world.size == 1:
+                ahead.look(next_request(path))
 
     return call
+
+
+def groups_of(path: Path) -> list[Group]:
+    try:
+        text = path.read_bytes()
+    except OSError as exc:
+        raise storage_error(exc, f"The request cannot be read from `{path}`") from exc
+    groups: list[Group] = parse(text, limit=None)["groups"]
+    return groups
 
 
 def broadcast_call(world: World, name: str, handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,7 +212,7 @@ def main(given: list[str] | None = None) -> None:
         follow(world, calls)
     if world.size > 1:
         calls = {name: broadcast_call(world, name, handler) for name, handler in calls.items()}
-    serve({**calls, "train": reading(calls["train"])})
+    serve({**calls, "train": reading(calls["train"], learner)})
 
 
 if __name__ == "__main__":

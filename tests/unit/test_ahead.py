@@ -1,0 +1,127 @@
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.tiny_learner import LORA, groups, learner
+from trainer.learner.ahead import Ahead, next_request
+from trainer.learner.gradient import Ready
+from trainer.learner.worker import handlers, reading
+from trainer.step_config import GrpoConfig
+
+
+def request(path: Path, seed: int, **settings: Any) -> Path:
+    config = GrpoConfig(learning_rate=1e-2, **settings).model_dump(mode="json")
+    body = {"groups": groups(seed), "config": config, "step": int(path.name.split(".")[1])}
+    path.write_text(json.dumps(body))
+    return path
+
+
+def test_the_request_after_one_has_the_next_number() -> None:
+    assert next_request(Path("a/journal.0009.json")) == Path("a/journal.0010.json")
+    assert next_request(Path("a/journal.9999.json")) == Path("a/journal.10000.json")
+    assert next_request(Path("a/request.json")) is None
+
+
+def test_a_request_is_prepared_once_and_only_if_it_is_there(tmp_path: Path) -> None:
+    prepared: list[str] = []
+
+    def prepare(path: Path) -> str:
+        prepared.append(path.read_text())
+        return prepared[-1]
+
+    ahead, path = Ahead(prepare), tmp_path / "journal.0001.json"
+    ahead.look(path)
+    assert prepared == []
+    path.write_text("one")
+    for _ in range(3):
+        ahead.look(path)
+    assert ahead.take(path) == "one" and prepared == ["one"]
+    assert ahead.take(path) is None
+
+
+def test_a_request_that_replaced_another_is_not_mistaken_for_it(tmp_path: Path) -> None:
+    path, other, was_read = tmp_path / "journal.0001.json", tmp_path / "other", threading.Event()
+    path.write_text("one")
+
+    def prepare(path: Path) -> str:
+        text = path.read_text()
+        was_read.set()
+        return text
+
+    ahead = Ahead(prepare)
+    ahead.look(path)
+    assert was_read.wait(10)
+    other.write_text("two")
+    other.rename(path)
+    assert ahead.take(path) is None
+    ahead.look(path)
+    assert ahead.take(tmp_path / "journal.0002.json") is None  # of another model, say
+
+
+def test_what_cannot_be_prepared_is_left_to_the_step(tmp_path: Path) -> None:
+    path = tmp_path / "journal.0001.json"
+    path.write_text("{")
+    ahead = Ahead(lambda path: json.loads(path.read_text()))
+    ahead.look(path)
+    assert ahead.take(path) is None
+
+
+def test_a_step_waits_for_what_is_being_prepared(tmp_path: Path) -> None:
+    path, go = tmp_path / "journal.0001.json", threading.Event()
+    path.write_text("one")
+    ahead = Ahead(lambda path: go.wait(10) and path.read_text())
+    ahead.look(path)
+    threading.Timer(0.05, go.set).start()
+    assert ahead.take(path) == "one"
+
+
+def trained(directory: Path, *, early: bool) -> tuple[list[Any], list[type], bytes]:
+    """Two steps, the second of which is journaled before the first has trained, or after it."""
+    one, kinds = learner(), list[type]()
+    train = handlers(one)["train"]
+
+    def watched(groups: Any, **params: Any) -> Any:
+        kinds.append(type(groups))
+        return train(groups=groups, **params)
+
+    call, rows = reading(watched, one), list[Any]()
+    config = GrpoConfig(learning_rate=1e-2).model_dump(mode="json")
+    one.prepare(directory / "c", LORA)
+    given = {"checkpoints": str(directory / "c"), "config": config, "lora": LORA.model_dump()}
+    paths = [directory / "journal.0001.json", directory / "journal.0002.json"]
+    request(paths[0], 0)
+    for number, path in enumerate(paths):
+        if number != early:
+            request(paths[1], 1)
+        found = list(call(request=str(path), parent=number, **given))
+        rows += [row for row in found if "checkpoint" not in row]
+        assert found[-1]["step"] == number + 1
+    return rows, kinds, (directory / "c" / "0002" / "adapter_model.safetensors").read_bytes()
+
+
+def test_a_step_that_was_prepared_ahead_is_the_same(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    ahead = trained(tmp_path / "a", early=True)
+    after = trained(tmp_path / "b", early=False)
+    assert ahead[1] == [list, Ready]
+    assert after[1] == [list, list]
+    assert ahead[0] == after[0] and ahead[2] == after[2]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_what_was_prepared_is_used_for_the_step_and_settings_it_is_for(
+    tmp_path: Path, same: bool
+) -> None:
+    one = learner()
+    config = GrpoConfig(learning_rate=1e-2)
+    one.prepare(tmp_path, LORA)
+    ready = one.ready(groups(0), config, 0 if same else 7)
+    other = learner()
+    rows = list(one.train(tmp_path, ready, config, LORA))
+    assert isinstance(ready, Ready)
+    (tmp_path / "other").mkdir()
+    assert rows[:-1] == list(other.train(tmp_path / "other", groups(0), config, LORA))[:-1]
