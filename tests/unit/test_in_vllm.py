@@ -140,6 +140,15 @@ def test_a_step_may_have_several_tokens_of_a_request() -> None:
     assert other.new_logprobs.logprobs.tolist() == [[-3.0], [-5.0], [-6.0]]
 
 
+def test_an_end_without_a_token_keeps_what_was_held() -> None:
+    ours = create(flat=FLAT)
+    ours._held["flat"] = Held(MOST)
+    assert updated(ours, [output("flat", 4)]) == []
+    (whole,) = updated(ours, [output("flat", finish="abort")], logprobs=False)
+    assert (whole.new_token_ids, whole.finish_reason) == ([4], "abort")
+    assert whole.new_logprobs.logprobs.tolist() == [[-4.0]]
+
+
 def test_a_part_says_what_all_of_its_outputs_say() -> None:
     ours = create(flat=FLAT)
     ours._held["flat"] = Held(MOST)

@@ -37,11 +37,12 @@ class Rows:
 class Held:
     """The outputs of a request since its last part."""
 
-    __slots__ = ("events", "first", "most", "ranks", "tokens", "values")
+    __slots__ = ("events", "first", "most", "own", "ranks", "tokens", "values")
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.first: Any = None
+        self.own: Any = None  # vLLM's arrays of the last step: their types
         self.tokens: list[int] = []
         self.values: list[float] = []
         self.ranks: list[int] = []
@@ -55,8 +56,9 @@ class Held:
             self.events += output.events
         if output.new_logprobs is not None:
             rows, index, tokens = output.new_logprobs
-            if rows.own.cu_num_generated_tokens is not None:
-                index = rows.own.cu_num_generated_tokens[index]
+            self.own = rows.own
+            if self.own.cu_num_generated_tokens is not None:
+                index = self.own.cu_num_generated_tokens[index]
             self.values += rows.values[index : index + tokens]
             self.ranks += rows.ranks[index : index + tokens]
 
@@ -64,10 +66,9 @@ class Held:
         """Make the last output say what all of them say."""
         last.new_token_ids = self.tokens
         last.events = self.events or None
-        if last.new_logprobs is not None:
-            own = last.new_logprobs[0].own
-            ids, values, ranks = own[:3]
-            last.new_logprobs = type(own)(
+        if self.own is not None:
+            ids, values, ranks = self.own[:3]
+            last.new_logprobs = type(self.own)(
                 numpy.array(self.tokens, dtype=ids.dtype)[:, None],
                 numpy.array(self.values, dtype=values.dtype)[:, None],
                 numpy.array(self.ranks, dtype=ranks.dtype),
