@@ -104,5 +104,6 @@ async def test_the_first_lora_on_a_gpu_compiles_what_its_requests_need(
     load, complete = "load_lora_adapter", "completions"
     assert paths == [load, *[complete] * 4, load, load, load]
     prompts = [body["prompt"] for path, body in posted if path.endswith(complete)]
-    assert [len(prompt) for prompt in prompts] == [2008, 2001, 512, 501]
+    assert [len(prompt) for prompt in prompts] == [2000, 1985, 512, 501]
+    assert [len(prompt) % 16 == 0 for prompt in prompts] == [True, False] * 2
     assert len({prompt[0] for prompt in prompts}) == 4

@@ -23,9 +23,12 @@ WARM_UP = (3072, 3057, 512, 501)
 
 async def warm_up(process: VllmProcess, *, model: str, context: int) -> None:
     """Make vLLM compile what it otherwise compiles while the first requests with a LoRA wait."""
-    for token, length in enumerate(WARM_UP):  # not the same tokens, which would be cached
+    longest = (context - 2) // 16 * 16
+    for token, wanted in enumerate(WARM_UP):  # not the same tokens, which would be cached
+        # A multiple of 16 or not, as wanted, however short the context is.
+        length = min(wanted, longest - (-wanted) % 16)
         body = {
-            **{"model": model, "prompt": [token] * min(length, context - 2), "max_tokens": 2},
+            **{"model": model, "prompt": [token] * length, "max_tokens": 2},
             **{"logprobs": 0, "ignore_eos": True, "stream": False},
         }
         try:
