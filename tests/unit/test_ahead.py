@@ -112,16 +112,12 @@ def test_a_step_that_was_prepared_ahead_is_the_same(tmp_path: Path) -> None:
     assert ahead[0] == after[0] and ahead[2] == after[2]
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_what_was_prepared_is_used_for_the_step_and_settings_it_is_for(
-    tmp_path: Path, same: bool
+@pytest.mark.parametrize("prepared", [{}, {"scale_rewards": True}])
+def test_a_request_is_prepared_again_for_other_settings(
+    tmp_path: Path, prepared: dict[str, Any]
 ) -> None:
-    one = learner()
-    config = GrpoConfig(learning_rate=1e-2)
-    one.prepare(tmp_path, LORA)
-    ready = one.ready(groups(0), config, 0 if same else 7)
-    other = learner()
-    rows = list(one.train(tmp_path, ready, config, LORA))
-    assert isinstance(ready, Ready)
-    (tmp_path / "other").mkdir()
+    config, one, other = GrpoConfig(learning_rate=1e-2), learner(), learner()
+    one.prepare(tmp_path / "one", LORA)
+    ready = one.ready(groups(0), config.model_copy(update=prepared), 0)
+    rows = list(one.train(tmp_path / "one", ready, config, LORA))
     assert rows[:-1] == list(other.train(tmp_path / "other", groups(0), config, LORA))[:-1]

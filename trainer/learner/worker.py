@@ -86,9 +86,9 @@ def handlers(learner: Learner) -> Handlers:
 
 
 def reading(train: Callable[..., Any], learner: Learner) -> Callable[..., Any]:
-    """Let `train` have the groups of a request's file, which only the server's machine has.
+    """Read a request's groups for `train` from their file, which only the server's machine has.
 
-    A process that is alone prepares the next request while it trains one, if that is there.
+    A single process also prepares the next request while it trains, if that is journaled by then.
     """
 
     def prepare(path: Path) -> Ready | None:

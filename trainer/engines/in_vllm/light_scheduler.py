@@ -1,10 +1,10 @@
 """Makes a decoding step of vLLM's engine cheaper for the CPU, which may limit large batches.
 
-`HeldOutputs`: vLLM's API process handles each token of each request on its own, although nobody
-waits for the single tokens of `flat_completions`. It gets them in parts, so that little is left to
-do when many choices end together. `LastPages`: a token that fits the last page of its request needs
-no memory. `bench/engine_steps.py` measures both. vLLM loads this file with `--scheduler-cls`, so it
-imports nothing of ours.
+`HeldOutputs` hands tokens to vLLM's API process in parts. That process handles each token of each
+request on its own, although nobody waits for the single tokens of `flat_completions`, and would
+have much to do when many choices end together. `LastPages` skips the search for memory if a token
+fits the last page of its request. `bench/engine_steps.py` measures both. vLLM loads this file with
+`--scheduler-cls`, so it imports nothing of ours.
 """
 
 import copy
@@ -19,10 +19,7 @@ MOST = 32  # tokens in a part
 
 
 class Rows:
-    """The logprobs of a step, of which a request takes its rows as lists of plain numbers.
-
-    That is cheaper than three arrays for each request.
-    """
+    """The logprobs of a step as plain numbers, which are cheaper than three arrays a request."""
 
     def __init__(self, own: Any) -> None:
         self.own = own
@@ -139,13 +136,13 @@ class LastPages:
         try:
             take_short_ways(self.kv_cache_manager)  # type: ignore[attr-defined]
         except (AttributeError, ValueError) as error:
-            logger.info("every token is looked up in the cache: %s", error)
+            logger.info("no short way through the cache for this model: %s", error)
 
 
 def take_short_ways(manager: Any) -> None:
-    """Spare a token that does not begin or fill a page most of vLLM's work on its cache.
+    """Skip most of vLLM's work on its cache for tokens that neither begin nor fill a page.
 
-    Raises if the model has several kinds of layers, or some that do not see all tokens.
+    Raises if the model has several kinds of layers, or layers that do not see all tokens.
     """
     (layers,) = manager.coordinator.single_type_managers
     size, pages, cached = layers.block_size, layers.req_to_blocks, layers.num_cached_block

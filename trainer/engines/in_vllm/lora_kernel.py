@@ -27,7 +27,7 @@ def _weights(weights, slot, r, at, rank, width, inside):
 def _placed(mapping, order, counts, m, tokens, LORAS: tl.constexpr, COUNTS: tl.constexpr):
     """The tokens at the places `m` in the order of their LoRAs, and the LoRA of each, or -1."""
     n = tl.arange(0, COUNTS)
-    # A graph may have more tokens than its batch. What is behind those in order is of another one.
+    # A graph may have more tokens than its batch. The rest of `order` is of an earlier batch.
     total = tl.sum(tl.load(counts + n, mask=n <= LORAS, other=0), 0)
     inside = m < tl.minimum(total, tokens)
     token = tl.load(order + m, mask=m < tokens, other=0).to(tl.int64)
