@@ -126,17 +126,18 @@ def sweep() -> None:
     import decode_kernel
     from triton.runtime.errors import OutOfResources
 
-    sizes = itertools.product((32, 64, 128), (3, 5, 7), (1, 2, 4))
-    for dtype, (keys, stages, warps) in itertools.product(
+    sizes = itertools.product((32, 64, 128), (3, 5, 7), (1, 2, 4), (None, 160, 128, 96))
+    for dtype, (keys, stages, warps, registers) in itertools.product(
         (torch.float8_e4m3fn, torch.bfloat16), sizes
     ):
-        decode_kernel.TILE |= {"BN": keys, "STAGES": stages, "num_warps": warps}
+        tile = {"BN": keys, "STAGES": stages, "num_warps": warps, "maxnreg": registers}
+        decode_kernel.TILE = decode_kernel.FP8_TILE = tile
         try:
             _, cache, _, ours, _, speed, off = measure(CASES[0], dtype)
         except OutOfResources:
             continue
-        tile = f"{keys} keys, {stages} stages, {warps} warps"
-        print(f"{cache}, {tile}: {ours} us, {speed} TB/s, off by {off}", flush=True)
+        text = f"{keys} keys, {stages} stages, {warps} warps, {registers or 'any number of'} registers"
+        print(f"{cache}, {text}: {ours} us, {speed} TB/s, off by {off}", flush=True)
 
 
 def main() -> None:

@@ -52,9 +52,11 @@ Interval = tuple[float, float]
 class Tools:
     """An agent whose tools take as long as real ones, in the same order in every mode."""
 
-    def __init__(self, turns: int, tokens: int, latency: float, prompt: int) -> None:
+    def __init__(
+        self, turns: int, tokens: int, spread: float, latency: float, prompt: int
+    ) -> None:
         self._turns = turns
-        self._tokens = tokens
+        self._tokens = tokens * (1 - spread), tokens * (1 + spread)
         self._told = " The tool said something." * (prompt // 5)
         self._latency = latency
         self._runs: dict[str, int] = {}
@@ -65,7 +67,7 @@ class Tools:
         messages = [{"role": "user", "content": example.question + self._told}]
         message: Any = {}
         for _ in range(self._turns):
-            message = await llm.chat(messages, max_tokens=self._tokens)
+            message = await llm.chat(messages, max_tokens=round(waits.uniform(*self._tokens)))
             wait = min(LONGEST_S, waits.lognormvariate(math.log(MEDIAN_S), SPREAD))
             await asyncio.sleep(wait * self._latency)
             text = {"role": "assistant", "content": message["content"]}
@@ -118,7 +120,9 @@ def config_of(
 ) -> Any:
     runs = arguments.groups * arguments.generations
     backend = {"ip": "127.0.0.1", "port": arguments.port, "name": name, "project": "bench"}
-    agent = {"turns": arguments.turns, "tokens": arguments.tokens, "prompt": prompt}
+    agent = {name: getattr(arguments, name) for name in ("turns", "tokens", "spread")}
+    training = {"learning_rate": 1e-6, "packed_sequence_length": arguments.row}
+    training["grad_accumulation_sequences"] = arguments.accumulate
     llm = {
         "_type": "openai",
         "model_name": name,
@@ -126,7 +130,7 @@ def config_of(
     }
     return {
         "llms": {"policy": llm},
-        "workflow": {"_type": "bench.overlap:Tools", **agent, "latency": latency},
+        "workflow": {"_type": "bench.overlap:Tools", **agent, "latency": latency, "prompt": prompt},
         "eval": {
             # By default enough for the groups of two steps: neither mode waits for a slot.
             "general": {
@@ -146,7 +150,7 @@ def config_of(
             "backend": {
                 "_type": "openpipe_art_trainer_adapter",
                 "backend": {**backend, "base_model": arguments.base_model},
-                "training": {"learning_rate": 1e-6, "packed_sequence_length": arguments.row},
+                "training": training,
             }
         },
         "trainers": {"trainer": {"_type": "openpipe_art_trainer"}},
@@ -285,12 +289,16 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=64, help="most tokens per call")
     parser.add_argument(
+        "--spread", type=float, default=0.0, help="how far a call's tokens may differ, as a share"
+    )
+    parser.add_argument(
         "--prompt", type=int, nargs="+", default=[0], help="more words per message to the model"
     )
     parser.add_argument(
         "--engine-args", type=json.loads, default={}, help="more settings of vLLM, as JSON"
     )
     parser.add_argument("--row", type=int, help="tokens in a packed row")
+    parser.add_argument("--accumulate", type=int, help="packed rows in one gradient step")
     parser.add_argument("--rank", type=int, default=8, help="rank of the LoRA")
     parser.add_argument("--latency", type=float, nargs="+", default=[1.0], help="of the tools")
     parser.add_argument("--ahead", type=int, nargs="+", default=[0, 1], help="steps off-policy")
@@ -318,10 +326,12 @@ def main() -> None:
     load = os.getloadavg()[0]
     for engine in arguments.engine:
         measure(arguments, engine, table)
+    spread = f", give or take {arguments.spread:.0%}," if arguments.spread else ""
+    tokens = f"{arguments.tokens}{spread}"
     what = (
         f"{' or '.join(map(str, arguments.steps))} steps of {arguments.groups} groups of "
         f"{arguments.generations} runs, "
-        f"each {arguments.turns} calls of at most {arguments.tokens} tokens to "
+        f"each {arguments.turns} calls of at most {tokens} tokens to "
         f"`{Path(arguments.base_model).name}` with tools of this median, at most "
         f"{LONGEST_S / MEDIAN_S:g} times as long"
     )

@@ -14,9 +14,11 @@ from torch import Tensor
 SHORTEST = 1024  # tokens of a segment, unless a request has fewer
 SEGMENTS = 4  # of a request at most, so that a long one does not hold the others for long
 PROGRAMS = 4096  # fewer requests have more segments
-# BN: keys that are read at once. With fewer than five stages Triton has one buffer for them, so it
-# reads while nothing is computed. `bench/decode_attention.py --sweep` times other sizes.
+# BN: keys that are read at once; registers decide how many programs a processor holds. With fewer
+# than five stages Triton has one buffer for keys, so it reads while nothing is computed.
+# `bench/decode_attention.py --sweep` times other sizes.
 TILE = {"BN": 64, "STAGES": 3, "num_warps": 2}
+FP8_TILE = {"BN": 32, "STAGES": 5, "num_warps": 1, "maxnreg": 160}
 LOG2E = 1.4426950408889634
 ROWS = tl.constexpr(16)  # query heads of a key head, at most: the smallest tile of a product
 FP8 = (torch.uint8, torch.float8_e4m3fn)
@@ -25,28 +27,28 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 @triton.jit
 def _low_bytes(x):
-    """The low bytes of int16 as fp8 (e4m3), as fp16 that is 256 times too small: two at a time.
+    """The low bytes of int16 as fp8 (e4m3), in fp16: two at a time.
 
-    fp16 has one bit more in its exponent, so sign and rest only have to move. Tiles of int16 also
-    spare the byte by byte reads of shared memory that a tile of fp8 would need.
+    Tiles of int16 spare the byte by byte reads of shared memory that a tile of fp8 would need. The
+    GPU's own conversion takes two instructions, and moving the bits with masks and shifts four.
     """
-    if INTERPRETED:
-        return (((x & 0x80) << 8) | ((x & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    if INTERPRETED:  # fp16 has one bit more in its exponent, so that this is 256 times too small
+        return (((x & 0x80) << 8) | ((x & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
     return tl.inline_asm_elementwise(
-        """{ .reg .b32 t; and.b32 t, $1, 0x007f007f; shl.b32 t, t, 7;
-        and.b32 $0, $1, 0x00800080; shl.b32 $0, $0, 8; or.b32 $0, $0, t; }""",
-        "=&r,r", [x], dtype=tl.float16, is_pure=True, pack=2,
+        """{ .reg .b32 t; .reg .b16 pair, none; prmt.b32 t, $1, 0, 0x4420;
+        mov.b32 {pair, none}, t; cvt.rn.f16x2.e4m3x2 $0, pair; }""",
+        "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2,
     )  # fmt: skip
 
 
 @triton.jit
 def _high_bytes(x):
     if INTERPRETED:
-        return ((x & -0x8000) | ((x & 0x7F00) >> 1)).to(tl.float16, bitcast=True)
+        return ((x & -0x8000) | ((x & 0x7F00) >> 1)).to(tl.float16, bitcast=True) * 256.0
     return tl.inline_asm_elementwise(
-        """{ .reg .b32 t; and.b32 t, $1, 0x7f007f00; shr.b32 t, t, 1;
-        and.b32 $0, $1, 0x80008000; or.b32 $0, $0, t; }""",
-        "=&r,r", [x], dtype=tl.float16, is_pure=True, pack=2,
+        """{ .reg .b32 t; .reg .b16 pair, none; prmt.b32 t, $1, 0, 0x4431;
+        mov.b32 {pair, none}, t; cvt.rn.f16x2.e4m3x2 $0, pair; }""",
+        "=r,r", [x], dtype=tl.float16, is_pure=True, pack=2,
     )  # fmt: skip
 
 
@@ -95,7 +97,7 @@ def _attend(
     factor = scale
     if FP8:
         first, second = _fixed(first), _fixed(second)
-        factor = factor * 256 * tl.load(k_scale)
+        factor = factor * tl.load(k_scale)
     if FP8_Q:
         factor = factor * tl.load(q_scale)
     kv += head.to(tl.int64) * head_stride  # vLLM may keep all pages of a head together
@@ -137,7 +139,7 @@ def _attend(
         top = new
     factor = 1 / tl.maximum(total, 1e-30)  # nothing is seen by a request that only fills a graph
     if FP8:
-        factor = factor * 256 * tl.load(v_scale)
+        factor = factor * tl.load(v_scale)
     mixed_first *= factor[:, None]
     mixed_second *= factor[:, None]
     if segment >= length:
@@ -207,6 +209,7 @@ def attend(
     strides = (q.stride(0), out.stride(0), table.stride(0), *kv.stride()[:3])
     shape = {"GROUP": heads // kv_heads, "HEADS": heads, "E": size, "SHORTEST": SHORTEST}
     options = {"FP8": fp8, "FP8_Q": q.dtype in FP8, "PAGE": page}
-    _attend[kv_heads, count, splits](*given, *strides, **shape, **options, **TILE)
+    tile = FP8_TILE if fp8 else TILE
+    _attend[kv_heads, count, splits](*given, *strides, **shape, **options, **tile)
     if splits > 1:
         _join[kv_heads, count](out, parts, sums, lengths, splits, out.stride(0), **shape)

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-SHRINK = {"BM": 16, "BK": 128, "num_warps": 4, "num_stages": 4}
+SHRINK = {"BM": 16, "BK": 128, "num_warps": 2, "num_stages": 4}
 EXPAND = {"BM": 32, "BN": 128, "num_warps": 4}
-PROGRAMS = 128  # of the first product at least, if `PARTS` allow it
+PROGRAMS = 256  # of the first product at least, if `PARTS` allow it
 PARTS = 8  # of the inputs at most: the second product reads the sums of all
 
 
