@@ -136,7 +136,8 @@ def sweep() -> None:
             _, cache, _, ours, _, speed, off = measure(CASES[0], dtype)
         except OutOfResources:
             continue
-        text = f"{keys} keys, {stages} stages, {warps} warps, {registers or 'any number of'} registers"
+        limit = f", at most {registers} registers" if registers else ""
+        text = f"{keys} keys, {stages} stages, {warps} warps{limit}"
         print(f"{cache}, {text}: {ours} us, {speed} TB/s, off by {off}", flush=True)
 
 

@@ -52,9 +52,7 @@ Interval = tuple[float, float]
 class Tools:
     """An agent whose tools take as long as real ones, in the same order in every mode."""
 
-    def __init__(
-        self, turns: int, tokens: int, spread: float, latency: float, prompt: int
-    ) -> None:
+    def __init__(self, turns: int, tokens: int, spread: float, latency: float, prompt: int) -> None:
         self._turns = turns
         self._tokens = tokens * (1 - spread), tokens * (1 + spread)
         self._told = " The tool said something." * (prompt // 5)

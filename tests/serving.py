@@ -1,6 +1,8 @@
 """A real `trainer serve` on loopback, with its real engine and learner, for tests."""
 
+import contextlib
 import functools
+import itertools
 import os
 import signal
 import socket
@@ -23,10 +25,21 @@ def vllm_python() -> str:
     return str(environment / "bin" / "python")
 
 
+# Below those that the kernel gives to clients. Each pytest worker has its own thousand, and begins
+# anywhere in it, because another run of the tests may use the same.
+_FIRST = 12_000 + 1000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 6)
+_PORTS = itertools.cycle(range(_FIRST, _FIRST + 1000))
+for _ in range(os.getpid() % 1000):
+    next(_PORTS)
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a port that nobody listens on, another one each time."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            port = next(_PORTS)
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class Serving:

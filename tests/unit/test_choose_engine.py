@@ -230,6 +230,16 @@ def test_vllm_on_a_gpu_uses_one_thread_of_its_host_unless_the_user_decides(
     assert environment(cuda=True)["OMP_NUM_THREADS"] == "4"
 
 
+def test_vllm_forks_its_processes_on_a_cpu_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
+    assert environment(cuda=False)["VLLM_WORKER_MULTIPROC_METHOD"] == "fork"
+    assert "VLLM_WORKER_MULTIPROC_METHOD" not in environment(cuda=True)
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    assert environment(cuda=False)["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+
+
 @pytest.mark.parametrize(
     ("setting", "ours"),
     [({}, True), ({"enforce_eager": False}, True), ({"enforce_eager": True}, False),

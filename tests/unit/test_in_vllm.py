@@ -12,7 +12,7 @@ import torch
 
 from trainer.engines.in_vllm.decode_attention import install
 from trainer.engines.in_vllm.light_scheduler import MOST, Held, scheduler
-from trainer.engines.in_vllm.start_vllm import in_fork
+from trainer.engines.in_vllm.start_vllm import METHOD, in_fork, keep_forking
 
 
 class Logprobs(NamedTuple):
@@ -187,6 +187,24 @@ def test_a_forked_process_answers_or_none_does() -> None:
     assert in_fork(lambda: {"pid": os.getpid()})["pid"] != os.getpid()
     assert in_fork(lambda: 1 // 0) is None
     assert in_fork(dies) is None
+
+
+def test_a_cpu_keeps_the_way_in_which_processes_are_to_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checked = []
+
+    class Platform:
+        def check_and_update_config(self, config: str) -> None:
+            checked.append(config)
+            os.environ[METHOD] = "spawn"
+
+    platform = Platform()
+    monkeypatch.setenv(METHOD, "fork")
+    keep_forking(platform)
+    platform.check_and_update_config("config")
+    assert checked == ["config"]
+    assert os.environ[METHOD] == "fork"
 
 
 @dataclass

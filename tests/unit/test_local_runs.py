@@ -14,6 +14,7 @@ from launcher.local.runs import read_run, start_time
 from launcher.provider import RunStatus
 from launcher.settings import Settings
 from launcher.task import Task
+from tests.serving import free_port
 
 SLEEP = "run: sleep 60\n"
 
@@ -27,12 +28,6 @@ def launch(tmp_path: Path, *ports: int) -> LocalProvider:
     provider = LocalProvider(tmp_path / "clusters")
     provider.launch("art", Task.load(task, Settings()), [])
     return provider
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
 
 
 def test_a_run_is_alive_in_every_time_zone_and_without_its_launcher(

@@ -116,9 +116,10 @@ def defaults(directory: Path, *, rank: int, cuda: bool, shared: bool = True) -> 
         "enable_prefix_caching": True,
         "scheduler_cls": "light_scheduler.scheduler",  # of `in_vllm`
         "max_lora_rank": rank_for(rank),
-        # A run samples from its newest step; the second is for requests to an older one.
-        "max_loras": 2,
-        "max_cpu_loras": 4,
+        # A run samples from its newest step; the others are for runs that stay at an older one. On
+        # a CPU each place for a LoRA costs time, used or not.
+        "max_loras": 4 if cuda else 2,
+        "max_cpu_loras": 8 if cuda else 4,
     }
     if cuda:
         share = 0.5 if shared else 0.9
@@ -217,6 +218,9 @@ def environment(*, cuda: bool) -> dict[str, str]:
         # threads would wait for each other in each of them; vLLM for several GPUs takes one too.
         variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     else:
+        # vLLM's own `spawn` is for CUDA; each of its processes would import everything again.
+        method = "VLLM_WORKER_MULTIPROC_METHOD"
+        variables[method] = os.environ.get(method, "fork")
         # On a CPU the first logprob would compile C++ for half a minute, even in eager mode.
         variables["TORCH_COMPILE_DISABLE"] = "1"
         # In GiB. vLLM's own default is a share of the machine's memory.

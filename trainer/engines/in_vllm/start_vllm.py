@@ -1,15 +1,18 @@
-"""Starts `vllm serve` without a new Python that imports vLLM only to look at the model's class.
+"""Starts `vllm serve` with processes that are forks: each has vLLM imported already.
 
-vLLM does so in another process, so that its API process never touches CUDA. Here that process is
-a fork, which has vLLM imported already.
+On any machine that is the process which looks at the model's class, so that vLLM's API process
+never touches CUDA. On a CPU it is the engine and its worker too, which would import vLLM for ten
+seconds each.
 """
 
+import os
 from collections.abc import Callable
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
 
 WITHIN = 120.0  # seconds to import the model's class
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 def in_fork(look: Callable[[], Any]) -> Any:
@@ -32,10 +35,25 @@ def _send(there: Connection, look: Callable[[], Any]) -> None:
     there.send(look())
 
 
+def keep_forking(platform: Any) -> None:
+    """Undo that the platform chooses new processes whenever it checks a configuration."""
+    check = platform.check_and_update_config
+
+    def checked(config: Any) -> None:
+        chosen = os.environ[METHOD]
+        check(config)
+        os.environ[METHOD] = chosen
+
+    platform.check_and_update_config = checked
+
+
 if __name__ == "__main__":  # not in the engine's process, which may import this file too
     from vllm.entrypoints.cli.main import main
     from vllm.model_executor.models import registry
+    from vllm.platforms import current_platform
 
+    if METHOD in os.environ and current_platform.is_cpu():
+        keep_forking(current_platform)
     own = getattr(registry, "_run_in_subprocess", None)
     if own is not None:
         registry._run_in_subprocess = lambda look: in_fork(look) or own(look)
