@@ -1,5 +1,6 @@
 """Settings of one training step, by GRPO or supervised."""
 
+import math
 from typing import Any, Literal
 
 import pydantic
@@ -121,6 +122,22 @@ class GrpoConfig(Config):
         low = self.epsilon if self.epsilon is not None else (0.2 if self.ppo else 1.0)
         high = self.epsilon_high if self.epsilon_high is not None else (low if self.ppo else 4.0)
         return 1 - low, 1 + high
+
+    def rate_after(self, step: int) -> float:
+        """The learning rate of the train call that follows `step`."""
+        return self.learning_rate * self._schedule(step)
+
+    def _schedule(self, step: int) -> float:
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        if self.lr_scheduler_type == "constant":
+            return 1.0
+        assert self.max_steps is not None  # validated above
+        span = max(self.max_steps - self.warmup_steps, 1)
+        progress = min((step - self.warmup_steps) / span, 1.0)
+        if self.lr_scheduler_type == "linear":
+            return 1 - progress
+        return (1 + math.cos(math.pi * progress)) / 2
 
 
 class SftConfig(Config):

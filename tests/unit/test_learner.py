@@ -222,7 +222,10 @@ def test_a_failed_step_does_not_affect_the_next_one(
     assert files(tmp_path / "bad", 1) == files(tmp_path / "good", 1)
 
 
-def test_a_step_that_diverges_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_kept_of_a_step_that_diverges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(learner(), tmp_path / "good", groups(0))
     one = learner()
     with monkeypatch.context() as patch, pytest.raises(Diverged, match="`loss/train` is `nan`"):
         real = gradient.grpo_loss
@@ -233,5 +236,7 @@ def test_a_step_that_diverges_is_not_taken(tmp_path: Path, monkeypatch: pytest.M
             return output
 
         patch.setattr(gradient, "grpo_loss", broken)
-        train(one, tmp_path, groups(0))
-    assert train(one, tmp_path, groups(0))[-1]["step"] == 1
+        train(one, tmp_path / "bad", groups(0))
+    assert checkpoint.list_steps(tmp_path / "bad") == [0]
+    train(one, tmp_path / "bad", groups(0))
+    assert files(tmp_path / "bad", 1) == files(tmp_path / "good", 1)

@@ -33,6 +33,38 @@ class FixedLogprobs:
     reference: Tensor | None
 
 
+class Taken:
+    """A gradient step that was taken, or that a GPU still computes."""
+
+    def __init__(
+        self, sums: dict[str, Tensor], norm: Tensor, tokens: int, learning_rate: float
+    ) -> None:
+        self._names = list(sums)
+        self._tokens = tokens
+        self._learning_rate = learning_rate
+        # One copy for all numbers, begun now: a later one would wait for the next step too.
+        numbers = torch.stack([it.double() for it in (*sums.values(), norm)])
+        self._numbers = numbers.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event() if numbers.is_cuda else None  # type: ignore[no-untyped-call]
+        if self._copied:
+            self._copied.record()
+
+    def metrics(self) -> Metrics:
+        """Wait for the step and return its metrics. Raises `Diverged`."""
+        if self._copied:
+            self._copied.synchronize()
+        *values, length = self._numbers.tolist()
+        metrics = {
+            name: value / self._tokens for name, value in zip(self._names, values, strict=True)
+        }
+        metrics |= {"loss/grad_norm": length, "loss/learning_rate": self._learning_rate}
+        metrics["loss/effective_sample_size"] = effective_sample_size(metrics)
+        for name, number in metrics.items():
+            if not math.isfinite(number):
+                raise Diverged(f"`{name}` is `{number}`: nothing of this step is kept")
+        return metrics
+
+
 class GradientSteps:
     """Takes the gradient steps that follow checkpoint `step`."""
 
@@ -51,7 +83,7 @@ class GradientSteps:
         self.config = config
         self.recording = recording
         self.base = base  # loads the base model: full finetuning with a KL penalty needs it
-        self.learning_rate = config.learning_rate * schedule(config, step)
+        self.learning_rate = config.rate_after(step)
         if config.scale_learning_rate_by_reward_std_dev:
             self.learning_rate *= reward_std_dev
         for group in state.optimizer.param_groups:
@@ -69,12 +101,19 @@ class GradientSteps:
         self.recording.begin(batches)
         mine = [self.world.share(batch) for batch in batches]
         fixed = self._fixed_logprobs([[row for row, _ in rows] for rows in mine])
+        before: Taken | None = None
         for batch, rows, logprobs in zip(batches, mine, fixed, strict=True):
-            yield self._step(batch, rows, logprobs)
+            taken = self._step(batch, rows, logprobs)
+            if before is not None:
+                # A GPU computes the new step already while this waits for the one before.
+                yield before.metrics()
+            before = taken
+        if before is not None:
+            yield before.metrics()
 
     def _step(
         self, batch: list[Row], rows: list[tuple[Row, float]], fixed: list[FixedLogprobs]
-    ) -> Metrics:
+    ) -> Taken:
         """Take one gradient step over `batch`; this process computes `rows` of it."""
         optimizer, config = self.state.optimizer, self.config
         learning_rate = self.learning_rate * (
@@ -93,16 +132,8 @@ class GradientSteps:
                 sums[name] = sums.get(name, torch.zeros_like(value)) + value * weight
         self.world.sum([*sums.values(), *self._gradients()])
         norm = torch.nn.utils.clip_grad_norm_(self.state.parameters, config.max_grad_norm)
-        # One copy from the GPU for all numbers, because each waits for the row's last kernel.
-        *values, length = torch.stack([it.double() for it in (*sums.values(), norm)]).tolist()
-        metrics = {name: value / tokens for name, value in zip(sums, values, strict=True)}
-        metrics |= {"loss/grad_norm": length, "loss/learning_rate": learning_rate}
-        metrics["loss/effective_sample_size"] = effective_sample_size(metrics)
-        for name, number in metrics.items():
-            if not math.isfinite(number):
-                raise Diverged(f"`{name}` is `{number}`: the gradient step was not taken")
         optimizer.step()
-        return metrics
+        return Taken(sums, norm, tokens, learning_rate)
 
     def _gradients(self) -> list[Tensor]:
         gradients = [parameter.grad for parameter in self.state.parameters]
@@ -267,17 +298,3 @@ def completion_logprobs(
     finally:
         policy.compiled = layers
     return scores
-
-
-def schedule(config: GrpoConfig, step: int) -> float:
-    """The factor for the learning rate in the train call that follows `step`."""
-    if step < config.warmup_steps:
-        return (step + 1) / (config.warmup_steps + 1)
-    if config.lr_scheduler_type == "constant":
-        return 1.0
-    assert config.max_steps is not None  # validated in the config
-    span = max(config.max_steps - config.warmup_steps, 1)
-    progress = min((step - config.warmup_steps) / span, 1.0)
-    if config.lr_scheduler_type == "linear":
-        return 1 - progress
-    return (1 + math.cos(math.pi * progress)) / 2
