@@ -25,9 +25,9 @@ def vllm_python() -> str:
     return str(environment / "bin" / "python")
 
 
-# Below those that the kernel gives to clients. Each pytest worker has its own thousand, and begins
-# anywhere in it, because another run of the tests may use the same.
-_FIRST = 12_000 + 1000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 6)
+# Above those of Ray's workers, below those that the kernel gives to clients. Each pytest worker has
+# its own thousand, and begins anywhere in it, because another run of the tests may use the same.
+_FIRST = 20_000 + 1000 * (int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 6)
 _PORTS = itertools.cycle(range(_FIRST, _FIRST + 1000))
 for _ in range(os.getpid() % 1000):
     next(_PORTS)

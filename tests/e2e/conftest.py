@@ -85,7 +85,7 @@ class Laptop:
     def free_ports() -> tuple[int, int]:
         """Two that nobody listens on, one after the other, below those that clients get."""
         while True:
-            first = random.randrange(20000, 32000)
+            first = random.randrange(26000, 32000)
             with socket.socket() as one, socket.socket() as other, contextlib.suppress(OSError):
                 one.bind(("", first))
                 other.bind(("", first + 1))
