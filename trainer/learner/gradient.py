@@ -105,7 +105,7 @@ class GradientSteps:
         for batch, rows, logprobs in zip(batches, mine, fixed, strict=True):
             taken = self._step(batch, rows, logprobs)
             if before is not None:
-                # A GPU computes the new step already while this waits for the one before.
+                # While this waits for the step before, a GPU already computes the new one.
                 yield before.metrics()
             before = taken
         if before is not None:

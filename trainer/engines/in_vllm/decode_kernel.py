@@ -30,7 +30,7 @@ def _low_bytes(x):
     """The low bytes of int16 as fp8 (e4m3), in fp16: two at a time.
 
     Tiles of int16 spare the byte by byte reads of shared memory that a tile of fp8 would need. The
-    GPU's own conversion takes two instructions, and moving the bits with masks and shifts four.
+    GPU converts in two instructions; masks and shifts would take three or four.
     """
     if INTERPRETED:  # fp16 has one bit more in its exponent, so that this is 256 times too small
         return (((x & 0x80) << 8) | ((x & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0

@@ -1,8 +1,8 @@
 """Starts `vllm serve` with processes that are forks: each has vLLM imported already.
 
-On any machine that is the process which looks at the model's class, so that vLLM's API process
-never touches CUDA. On a CPU it is the engine and its worker too, which would import vLLM for ten
-seconds each.
+Everywhere, the process that looks at the model's class is a fork, so that vLLM's API process never
+touches CUDA. On a CPU, so are the engine and its worker, which would import vLLM for ten seconds
+each.
 """
 
 import os
@@ -36,7 +36,7 @@ def _send(there: Connection, look: Callable[[], Any]) -> None:
 
 
 def keep_forking(platform: Any) -> None:
-    """Undo that the platform chooses new processes whenever it checks a configuration."""
+    """Keep the start method of processes, which the platform sets whenever it checks settings."""
     check = platform.check_and_update_config
 
     def checked(config: Any) -> None:
