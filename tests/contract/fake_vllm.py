@@ -62,7 +62,7 @@ class Handler(BaseHTTPRequestHandler):
 
 if os.environ.get("FAKE_VLLM_FAILS") == "start" and "--enable-sleep-mode" in sys.argv:
     sys.exit("ValueError: Sleep mode is not supported on current platform.")
-if os.environ.get("FAKE_VLLM_FAILS") == "kernels" and "--worker-extension-cls" in sys.argv:
+if os.environ.get("FAKE_VLLM_FAILS") == "kernels" and "gpu_kernels.Worker" in sys.argv:
     file = "/kit/trainer/engines/in_vllm/lora_kernel.py"
     sys.exit(f'  File "{file}", line 9, in add_lora\ntriton.CompilationError: at 9:0')
 parser = argparse.ArgumentParser()

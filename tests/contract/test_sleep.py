@@ -17,6 +17,7 @@ from trainer.base_model.resolve import resolve
 from trainer.engines.choose import vllm_program
 from trainer.engines.engine import Delta, SampleRequest
 from trainer.engines.vllm import VllmEngine
+from trainer.engines.vllm_args import WITHOUT_KERNELS
 from trainer.errors import NotFound
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_vllm.py"))]
@@ -147,7 +148,7 @@ async def test_a_vllm_that_dies_in_our_kernels_starts_without_them(
     os.killpg(engine._process._process.pid, signal.SIGKILL)
     await engine._process._process.wait()
     assert len(await sample(engine)) == 8
-    assert "worker_extension_cls" not in engine._defaults
+    assert engine._defaults["worker_extension_cls"] == WITHOUT_KERNELS
     monkeypatch.setenv("FAKE_VLLM_FAILS", "kernels")
     other = await shared.start()
     try:

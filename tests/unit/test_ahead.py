@@ -4,11 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.tiny_learner import LORA, groups, learner
 from trainer.learner.ahead import Ahead, next_request
-from trainer.learner.gradient import Ready
+from trainer.learner.precedence import Precedence
+from trainer.learner.ready import Ready
 from trainer.learner.worker import handlers, reading
+from trainer.processes.mps import PRIORITY_VARIABLE
 from trainer.step_config import GrpoConfig
 
 
@@ -87,7 +90,8 @@ def trained(directory: Path, *, early: bool) -> tuple[list[Any], list[type], byt
         kinds.append(type(groups))
         return train(groups=groups, **params)
 
-    call, rows = reading(watched, one), list[Any]()
+    priorities: list[int] = []
+    call, rows = reading(watched, one, Precedence(priorities.append, -1)), list[Any]()
     config = GrpoConfig(learning_rate=1e-2).model_dump(mode="json")
     one.prepare(directory / "c", LORA)
     given = {"checkpoints": str(directory / "c"), "config": config, "lora": LORA.model_dump()}
@@ -99,6 +103,7 @@ def trained(directory: Path, *, early: bool) -> tuple[list[Any], list[type], byt
         found = list(call(request=str(path), parent=number, **given))
         rows += [row for row in found if "checkpoint" not in row]
         assert found[-1]["step"] == number + 1
+    assert priorities == ([-1, 0] if early else [])
     return rows, kinds, (directory / "c" / "0002" / "adapter_model.safetensors").read_bytes()
 
 
@@ -121,3 +126,17 @@ def test_a_request_is_prepared_again_for_other_settings(
     ready = one.ready(groups(0), config.model_copy(update=prepared), 0)
     rows = list(one.train(tmp_path / "one", ready, config, LORA))
     assert rows[:-1] == list(other.train(tmp_path / "other", groups(0), config, LORA))[:-1]
+
+
+def test_gradients_come_after_requests_until_the_next_step_waits() -> None:
+    priorities: list[int] = []
+    precedence = Precedence(priorities.append, -1)
+    for waits in (False, True, True, False, False, True):
+        precedence.take(waits)
+    assert priorities == [-1, 0, -1]
+
+
+def test_without_mps_the_learner_keeps_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Precedence.from_environment(torch.device("cuda")) is None
+    monkeypatch.setenv(PRIORITY_VARIABLE, "-1")
+    assert Precedence.from_environment(torch.device("cpu")) is None

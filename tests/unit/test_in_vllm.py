@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 
+from trainer.engines.in_vllm import stream_priority
 from trainer.engines.in_vllm.decode_attention import install
 from trainer.engines.in_vllm.light_scheduler import MOST, Held, scheduler
 from trainer.engines.in_vllm.start_vllm import METHOD, in_fork, keep_forking
@@ -329,3 +330,31 @@ def test_what_the_kernel_does_not_fit_stays_with_vllm() -> None:
     # Graphs of whole batches are captured with requests that decode, and replayed for prompts.
     assert decoded(batch(1, 1, 2), mixed_mode="full")[0] == [0, -1, -2, -2]
     assert decoded(batch(1, 1), mixed_mode="full")[0] == [0, -1]
+
+
+def test_vllms_streams_get_the_priority_that_the_learner_knows() -> None:
+    made: list[tuple[int, dict[str, Any]]] = []
+
+    class Stream:
+        def __new__(cls, device: Any = None, priority: int = 0, **others: Any) -> Any:
+            made.append((priority, others))
+            return object.__new__(cls)
+
+        def __init__(self, *given: Any, **named: Any) -> None:
+            pass
+
+    class Worker:
+        def init_device(self) -> None:
+            self.device = "there"
+
+    current: list[Any] = []
+    cuda = SimpleNamespace(Stream=Stream, set_stream=current.append)
+    stream_priority.install(Worker, cuda, -1)
+    worker = Worker()
+    worker.init_device()
+    assert worker.device == "there"
+    assert isinstance(current.pop(), Stream) and made.pop() == (-1, {})
+    Stream("a device", -3)
+    Stream(priority=-2)
+    Stream(stream_id=7, device_index=0, device_type=1)  # as torch returns the current one
+    assert made == [(-3, {}), (-2, {}), (0, {"stream_id": 7, "device_index": 0, "device_type": 1})]

@@ -13,8 +13,8 @@ from trainer import checkpoint
 from trainer.base_model.resolve import resolve
 from trainer.errors import CheckpointError, Unsupported
 from trainer.learner import state
-from trainer.learner.gradient import batches_of
 from trainer.learner.learner import Learner
+from trainer.learner.ready import batches_of
 from trainer.step_config import GrpoConfig
 
 

@@ -16,6 +16,7 @@ from trainer.errors import CheckpointError, Unsupported
 BASE = "base"  # vLLM's name for the model without a LoRA
 EXTENSION = "worker_extension_cls"  # the setting that loads files of `in_vllm` into workers
 KERNELS = "gpu_kernels.Worker"
+WITHOUT_KERNELS = "stream_priority.Worker"  # for a vLLM that died in our kernels
 IN_VLLM = Path(__file__).parent / "in_vllm"
 START = ("-m", "start_vllm", "serve")  # of `in_vllm`, which is on vLLM's path
 # The ranks that vLLM has kernels for, smallest first.

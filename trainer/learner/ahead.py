@@ -25,14 +25,17 @@ class Ahead(Generic[Result]):
         self._found: tuple[object, Result] | None = None
         """What was prepared, and the identity of its file."""
 
-    def look(self, path: Path | None) -> None:
-        """Begin to prepare a request, if it is there. Call this as often as you like."""
-        if path is None or path == self._path or not path.exists():
-            return
+    def look(self, path: Path | None) -> bool:
+        """Begin to prepare a request, and return whether it is there. Call this at any time."""
+        if path is None or not path.exists():
+            return False
+        if path == self._path:
+            return True
         self._join()
         self._path, self._found = path, None
         self._thread = threading.Thread(target=self._run, args=(path,), daemon=True)
         self._thread.start()
+        return True
 
     def take(self, path: Path) -> Result | None:
         """Return what was prepared of a request, or None if that was not possible."""

@@ -1,7 +1,7 @@
 """Takes the gradient steps of one train call: logprobs, loss, backward, clip, AdamW."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trainer.base_model.tokenizer import Tokenizer
 from trainer.errors import Diverged, Unsupported
 from trainer.learner.grpo import LossInputs, effective_sample_size, grpo_loss
 from trainer.learner.pack import Row, pack
 from trainer.learner.prefix_tree import Sample
-from trainer.learner.prepare import Group, Metrics, Prepared, prepare
+from trainer.learner.prepare import Metrics
 from trainer.learner.record import Recording
 from trainer.learner.state import ADAPTER, State, read_tensors
 from trainer.learner.world import World
@@ -77,8 +76,10 @@ class GradientSteps:
         *,
         base: Callable[[], Policy],
         recording: Recording,
+        before_row: Callable[[], None],
     ) -> None:
         self.world = recording.world
+        self.before_row = before_row
         self.state = state
         self.config = config
         self.recording = recording
@@ -192,6 +193,7 @@ class GradientSteps:
             yield lambda row: row_logprobs(base, row)[0]
 
     def _logprobs(self, row: Row) -> tuple[Tensor, Tensor]:
+        self.before_row()
         return row_logprobs(
             self.state.policy, row, chunk=self.config.logprob_calculation_chunk_size
         )
@@ -206,59 +208,6 @@ def borrowed_lora(policy: Policy, checkpoint: Path, world: World) -> Iterator[No
         yield
     finally:
         load_lora(policy, ours)
-
-
-@dataclass(frozen=True)
-class Ready:
-    """The samples and rows of a request, for the step that follows `step` with `config`."""
-
-    groups: Sequence[Group]
-    config: GrpoConfig
-    step: int
-    prepared: Prepared
-    rows: list[Row]
-
-
-def get_ready(
-    tokenizer: Tokenizer,
-    policy: Policy,
-    groups: Sequence[Group],
-    config: GrpoConfig,
-    step: int,
-    *,
-    full: bool,
-) -> Ready:
-    """Prepare and pack a request's groups. It needs no GPU."""
-    length = config.packed_sequence_length
-    limit = limit_of(policy, config.max_seq_length, length)
-    vocabulary = policy.architecture.vocab_size
-    prepared = prepare(tokenizer, groups, config, limit=limit, vocabulary=vocabulary, step=step)
-    rows = pack(prepared.samples, length=length, full=full) if prepared.samples else []
-    return Ready(groups, config, step, prepared, rows)
-
-
-def limit_of(policy: Policy, *given: int | None) -> int:
-    """The most tokens of a sequence: the model's own limit, or a smaller one that is given."""
-    limits: list[int | None] = [policy.max_seq_len, *given]
-    return min(limit for limit in limits if limit is not None)
-
-
-def batches_of(ready: Ready, state: State, device: torch.device, processes: int) -> list[list[Row]]:
-    """The rows of each gradient step, in random order drawn from the run's generator."""
-    prepared, rows, config = ready.prepared, ready.rows, ready.config
-    if not rows:
-        return []
-    order = torch.randperm(len(rows), generator=state.generator).tolist()
-    prepared.metrics |= {
-        "data/step_num_rows": float(len(rows)),
-        "data/step_packed_tokens": float(sum(len(row.tokens) for row in rows)),
-        "data/step_unshared_tokens": float(sum(row.unshared for row in rows)),
-    }
-    size = config.grad_accumulation_sequences or processes
-    return [
-        [rows[index].to(device) for index in order[at : at + size]]
-        for at in range(0, len(order), size)
-    ]
 
 
 def row_logprobs(policy: Policy, row: Row, *, chunk: int | None = None) -> tuple[Tensor, Tensor]:

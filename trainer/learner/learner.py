@@ -6,7 +6,7 @@ writes the next checkpoint.
 
 import gc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -19,19 +19,12 @@ from trainer.base_model.tokenizer import Tokenizer
 from trainer.config import LoraConfig
 from trainer.errors import OutOfMemory
 from trainer.learner.clock import Clock
-from trainer.learner.gradient import (
-    GradientSteps,
-    Ready,
-    batches_of,
-    borrowed_lora,
-    completion_logprobs,
-    get_ready,
-    limit_of,
-)
+from trainer.learner.gradient import GradientSteps, borrowed_lora, completion_logprobs
 from trainer.learner.pack import Row, pack
 from trainer.learner.plot import NAME as PICTURE
 from trainer.learner.plot import plot_rows
 from trainer.learner.prepare import Group
+from trainer.learner.ready import Ready, batches_of, get_ready, limit_of
 from trainer.learner.record import Record, Recording
 from trainer.learner.sft import SUPERVISED, prepare_sft
 from trainer.learner.state import (
@@ -71,6 +64,8 @@ class Learner:
         self.dtype = dtype
         self.device = device
         self.tokenizer = Tokenizer(directory)
+        self.before_row: Callable[[], None] = lambda: None
+        """Called before each row of a step is computed."""
         self.state: State | None = None
         self._clock = Clock()
         self.loaded: tuple[Path, int, str] | None = None  # the run and step in `state`
@@ -172,9 +167,7 @@ class Learner:
             yield prepared.metrics
         self._clock.lap("time/prepare_s")
         recording = Recording(self.record, checkpoints, step + 1, self.world)
-        steps = GradientSteps(
-            state, config, step, prepared.reward_std_dev, base=self._reference, recording=recording
-        )
+        steps = self._steps(config, step, recording, prepared.reward_std_dev)
         for metrics in steps.run(batches):
             yield {**prepared.metrics, **metrics}
             faults.reached("learner-stepped")
@@ -205,9 +198,7 @@ class Learner:
             logger.warning("step %s trains on nothing: no assistant messages", step + 1)
             yield prepared.metrics
         recording = Recording(self.record, checkpoints, step + 1, self.world)
-        steps = GradientSteps(
-            self.state, SUPERVISED, step, 0.0, base=self._reference, recording=recording
-        )
+        steps = self._steps(SUPERVISED, step, recording)
         for samples, rate in zip(batches, config.rates(len(batches)), strict=True):
             steps.learning_rate = rate
             rows = [row.to(self.device) for row in pack(samples, length=None)]
@@ -216,6 +207,15 @@ class Learner:
         recording.write(prepared)
         path = self._save(self.state, checkpoints, step + 1, lora, parent=step, config=config)
         yield self._result(path, step + 1, prepared.dropped)
+
+    def _steps(
+        self, config: GrpoConfig, step: int, recording: Recording, deviation: float = 0.0
+    ) -> GradientSteps:
+        assert self.state is not None
+        given = (self.state, config, step, deviation)
+        return GradientSteps(
+            *given, base=self._reference, recording=recording, before_row=self.before_row
+        )
 
     def _result(self, path: Path, step: int, dropped: list[dict[str, Any]]) -> dict[str, Any]:
         self._clock.lap("time/save_s")

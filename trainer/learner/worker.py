@@ -22,9 +22,10 @@ from trainer.base_model.resolve import resolve
 from trainer.config import LoraConfig
 from trainer.errors import OutOfMemory, storage_error
 from trainer.learner.ahead import Ahead, next_request
-from trainer.learner.gradient import Ready
 from trainer.learner.learner import Learner
+from trainer.learner.precedence import Precedence
 from trainer.learner.prepare import Group
+from trainer.learner.ready import Ready
 from trainer.learner.warm_up import warm_up
 from trainer.learner.world import World, join
 from trainer.policy.device import default_device, default_dtype, keep_freed_memory, release_memory
@@ -85,10 +86,13 @@ def handlers(learner: Learner) -> Handlers:
     }
 
 
-def reading(train: Callable[..., Any], learner: Learner) -> Callable[..., Any]:
+def reading(
+    train: Callable[..., Any], learner: Learner, precedence: Precedence | None = None
+) -> Callable[..., Any]:
     """Read a request's groups for `train` from their file, which only the server's machine has.
 
-    A single process also prepares the next request while it trains, if that is journaled by then.
+    A single process also prepares the next request while it trains, if that is journaled by then,
+    and takes precedence over sampling.
     """
 
     def prepare(path: Path) -> Ready | None:
@@ -102,10 +106,17 @@ def reading(train: Callable[..., Any], learner: Learner) -> Callable[..., Any]:
 
     def call(request: str, **params: Any) -> Iterator[Any]:
         path = Path(request)
+        following = next_request(path) if learner.world.size == 1 else None
+
+        def look() -> None:
+            waits = ahead.look(following)
+            if precedence:
+                precedence.take(waits)
+
+        learner.before_row = look
         for row in train(groups=ahead.take(path) or groups_of(path), **params):
             yield row
-            if learner.world.size == 1:
-                ahead.look(next_request(path))
+            look()
 
     return call
 
@@ -212,7 +223,8 @@ def main(given: list[str] | None = None) -> None:
         follow(world, calls)
     if world.size > 1:
         calls = {name: broadcast_call(world, name, handler) for name, handler in calls.items()}
-    serve({**calls, "train": reading(calls["train"], learner)})
+    precedence = Precedence.from_environment(device)
+    serve({**calls, "train": reading(calls["train"], learner, precedence)})
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from trainer.config import ServerConfig
 from trainer.engines.choose import create_engine, with_gpus_assigned
 from trainer.engines.engine import Delta, Engine, SampleRequest, sample_with_retries
 from trainer.engines.gpus import gpus_are_shared, has_cuda
+from trainer.engines.vllm_args import EXTENSION
 from trainer.errors import Conflict, NotReady, WorkerDied
 from trainer.learner.process import LearnerProcess
 from trainer.machines.replicas import with_other_machines
@@ -103,6 +104,9 @@ class Workers:
         await self._start_mps(shared=shared, log=logs / "mps.log")
         if self._mps:
             variables |= self._mps.environment
+            # A user's own extension of vLLM's workers takes the place of ours.
+            own = EXTENSION in {**config.engine_args, **engine_args}
+            variables |= {} if own else mps.BY_STREAMS
         reserved = asyncio.Event()
         engine = create_engine(
             config,
@@ -119,8 +123,8 @@ class Workers:
         if self._wrap_engine:
             engine = self._wrap_engine(engine, directory)
         log = logs / "learner.log"
-        if self._mps:
-            variables = {**variables, **mps.LEARNER}
+        if self._mps and mps.PRIORITY_VARIABLE not in variables:
+            variables = {**variables, **mps.BEHIND}
         learner = (
             LearnerProcess(base_model, log=log, config=config, master=master, environment=variables)
             if trains

@@ -6,6 +6,7 @@ add: each module changes vLLM when it is imported.
 
 import decode_attention  # type: ignore[import-not-found]  # noqa: F401  # beside this file
 import lora_linear  # type: ignore[import-not-found]  # noqa: F401
+import stream_priority  # type: ignore[import-not-found]  # noqa: F401
 import token_sampling  # type: ignore[import-not-found]  # noqa: F401
 
 
