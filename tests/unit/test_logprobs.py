@@ -1,7 +1,10 @@
 """Logprobs of chosen tokens, in vocabulary chunks, compared with the full softmax."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from trainer.policy import logprobs
 from trainer.policy.logprobs import chosen_logprobs
@@ -40,3 +43,36 @@ def test_logits_far_apart_neither_overflow_nor_lose_the_target() -> None:
     found, entropies = chosen_logprobs(hidden, head, torch.tensor([2]))
     assert found.tolist() == [-100.0]
     assert entropies.item() == pytest.approx(0.0, abs=1e-2)
+
+
+@pytest.mark.parametrize("scale", [0.3, 3.0, 12.0])
+def test_a_head_in_fp8_changes_no_logprob_and_hardly_the_gradient(
+    scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def product(x: Tensor, x_scales: Tensor, weight: Tensor, scales: Tensor, _: Any) -> Tensor:
+        return (x.float() * x_scales) @ (weight.float() * scales.t()).t()
+
+    monkeypatch.setattr(logprobs, "scaled_product", product)  # for GPUs only
+    monkeypatch.setitem(logprobs.CHUNKS, "cpu", (1024, 160))
+    generator = torch.Generator().manual_seed(0)
+    head = torch.randn(400, 64, generator=generator)
+    hidden = torch.randn(64, 64, generator=generator) * scale / 8
+    targets = torch.randint(400, (64,), generator=generator)
+    targets[::2] = (hidden @ head.t()).argmax(-1)[::2]  # half are likely words
+    columns = logprobs.fp8_columns(head)
+    assert columns and [len(scales[0]) for _, scales in columns] == [64, 64, 64]
+    gradients, values = [], []
+    for fp8 in (None, columns):
+        given = hidden.clone().requires_grad_()
+        found, _ = chosen_logprobs(given, head, targets, fp8=fp8)
+        found.sum().backward()
+        values.append(found.detach())
+        gradients.append(given.grad)
+    assert values[0].equal(values[1])
+    exact, rounded = gradients
+    error = (rounded - exact).norm(dim=1) / exact.norm(dim=1)
+    assert error.mean() < 0.05 and error.max() < 0.1
+
+
+def test_a_vocabulary_that_fp8_products_do_not_take_stays_as_it_is() -> None:
+    assert logprobs.fp8_columns(torch.randn(50, 16)) is None

@@ -19,6 +19,7 @@ from trainer.policy.compiled_layer import (
     layer_forward,
     row_mask,
 )
+from trainer.policy.logprobs import Columns, fp8_columns
 from trainer.policy.recompute import FASTEST, Plan, plan
 from trainer.policy.tree_mask import Lengths, TreeMask
 
@@ -43,6 +44,8 @@ class CompiledLayers:
         """`sharded` layers were joined by `trainer.policy.shards`, before they had weights."""
         self.lengths = Lengths()
         self._layers = layers
+        self._fp8 = fp8
+        self._head: list[Columns] | None = None
         self._sharded = sharded
         self._architecture = architecture
         self._free = free or free_memory
@@ -86,6 +89,12 @@ class CompiledLayers:
         """Run a sharded layer as a module: FSDP gathers its weights in hooks of `forward`."""
         out: Tensor = layer(x, None, lambda x: self._forward(layer, x, cos, sin, row))
         return out
+
+    def head_columns(self, head: Tensor) -> list[Columns] | None:
+        """The frozen head in fp8, for the gradient, if the layers are in fp8 too."""
+        if self._fp8 and self._head is None and torch.is_grad_enabled():
+            self._head = fp8_columns(head.detach())
+        return self._head
 
     def plan_with_less_memory(self) -> None:
         """Plan with a fifth less memory from now on, because a plan did not fit."""

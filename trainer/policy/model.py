@@ -168,6 +168,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         dtype = self.tok_embeddings.weight.dtype
         view = View(*rotations(positions, self.frequencies, dtype), mask)
+        fp8 = self.compiled.head_columns(self.head) if self.compiled and chosen else None
         x = self._through_layers(self.tok_embeddings(tokens), view)
         if chosen is None:
             normed: Tensor = self.norm(x)
@@ -175,7 +176,7 @@ class Policy(TransformerDecoder):  # type: ignore[misc]
         predictors, targets, chunk = chosen
         # Only states that predict a chosen token go through the head.
         picked = self.norm(x.flatten(0, 1)[predictors])
-        return chosen_logprobs(picked, self.head, targets, chunk=chunk)
+        return chosen_logprobs(picked, self.head, targets, chunk=chunk, fp8=fp8)
 
     def _through_layers(self, x: Tensor, view: View) -> Tensor:
         if self.compiled and isinstance(view.mask, TreeMask):

@@ -37,11 +37,14 @@ def scales_of(peaks: Tensor) -> Tensor:
 
 
 def quantised_weight(weight: Tensor) -> Fp8Weight:
-    rows, row_scales = quantise(weight)
-    columns, column_scales = quantise(weight.t().contiguous())
     reach = weight.float().norm(dim=0).amax()
-    scales = row_scales.t().contiguous(), column_scales.t().contiguous()
-    return Fp8Weight(rows, scales[0], columns, scales[1], reach)
+    return Fp8Weight(*quantised_rows(weight), *quantised_rows(weight.t().contiguous()), reach)
+
+
+def quantised_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A weight [O, I] in fp8, and its scales [1, O]."""
+    rows, scales = quantise(weight)
+    return rows, scales.t().contiguous()
 
 
 def fp8_linear(x: Tensor, weight: Fp8Weight) -> Tensor:
