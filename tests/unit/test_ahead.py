@@ -15,6 +15,20 @@ from trainer.processes.mps import PRIORITY_VARIABLE
 from trainer.step_config import GrpoConfig
 
 
+class Seen(Precedence):
+    """Keeps what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda priority: None, -1)
+        self.calls: list[Any] = []
+
+    def next_step(self) -> None:
+        self.calls.append("step")
+
+    def next_row(self, waits: bool) -> None:
+        self.calls.append(waits)
+
+
 def request(path: Path, seed: int, **settings: Any) -> Path:
     config = GrpoConfig(learning_rate=1e-2, **settings).model_dump(mode="json")
     body = {"groups": groups(seed), "config": config, "step": int(path.name.split(".")[1])}
@@ -90,8 +104,8 @@ def trained(directory: Path, *, early: bool) -> tuple[list[Any], list[type], byt
         kinds.append(type(groups))
         return train(groups=groups, **params)
 
-    priorities: list[int] = []
-    call, rows = reading(watched, one, Precedence(priorities.append, -1)), list[Any]()
+    seen = Seen()
+    call, rows = reading(watched, one, seen), list[Any]()
     config = GrpoConfig(learning_rate=1e-2).model_dump(mode="json")
     one.prepare(directory / "c", LORA)
     given = {"checkpoints": str(directory / "c"), "config": config, "lora": LORA.model_dump()}
@@ -103,7 +117,7 @@ def trained(directory: Path, *, early: bool) -> tuple[list[Any], list[type], byt
         found = list(call(request=str(path), parent=number, **given))
         rows += [row for row in found if "checkpoint" not in row]
         assert found[-1]["step"] == number + 1
-    assert priorities == ([-1, 0] if early else [])
+    assert seen.calls == ["step", early, "step", False]
     return rows, kinds, (directory / "c" / "0002" / "adapter_model.safetensors").read_bytes()
 
 
@@ -128,12 +142,28 @@ def test_a_request_is_prepared_again_for_other_settings(
     assert rows[:-1] == list(other.train(tmp_path / "other", groups(0), config, LORA))[:-1]
 
 
-def test_gradients_come_after_requests_until_the_next_step_waits() -> None:
-    priorities: list[int] = []
-    precedence = Precedence(priorities.append, -1)
-    for waits in (False, True, True, False, False, True):
-        precedence.take(waits)
-    assert priorities == [-1, 0, -1]
+def priorities_of(steps: list[list[bool]]) -> list[list[int]]:
+    """The priority of each row of each step, by whether the next request was there."""
+    now, found = [0], []
+    precedence = Precedence(lambda priority: now.__setitem__(0, priority), -1)
+    for step in steps:
+        precedence.next_step()
+        found.append([])
+        for waits in step:
+            precedence.next_row(waits)
+            found[-1].append(now[0])
+    return found
+
+
+def test_gradients_come_after_requests_while_the_engine_is_slower() -> None:
+    assert priorities_of([[False] * 4] * 9) == [[0] * 4] * 9
+    late = [False, False, True, True]  # as it should be
+    assert priorities_of([late] * 9) == [[0] * 4] * 9
+
+
+def test_gradients_are_computed_beside_requests_once_the_learner_is_slower() -> None:
+    shares = [-sum(step) for step in priorities_of([[True] * 8] * 7 + [[False] * 8] * 4)]
+    assert shares == [0, 2, 4, 6, 8, 8, 8, 8, 6, 4, 2]
 
 
 def test_without_mps_the_learner_keeps_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,11 +80,6 @@ class VllmEngine:
     def running(self) -> bool:
         return self._process.running
 
-    @property
-    def _died_in_our_kernels(self) -> bool:
-        ours = self._defaults.get(vllm_args.EXTENSION) == vllm_args.KERNELS
-        return ours and self._process.died_in_our_kernels
-
     def divide(self, parts: OtherParts) -> None:
         """Hold the model together with other machines."""
         self._parts = parts
@@ -100,7 +95,7 @@ class VllmEngine:
         try:
             await self._start()
         except WorkerDied as error:
-            if not self._died_in_our_kernels:
+            if not self._process.died_in_our_kernels:
                 if not self._defaults.get("enable_sleep_mode"):
                     raise
                 logger.warning("vLLM did not start, trying without sleep mode: %s", error.message)
@@ -109,7 +104,7 @@ class VllmEngine:
 
     async def _start(self) -> None:
         await self._process.stop()
-        if self._died_in_our_kernels:
+        if self._process.died_in_our_kernels:
             self._defaults[vllm_args.EXTENSION] = vllm_args.WITHOUT_KERNELS
             logger.warning("vLLM starts without our kernels, because it may have died in them")
         self._process = VllmProcess(self._program, log=self._process.log)

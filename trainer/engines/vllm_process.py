@@ -17,6 +17,7 @@ from typing import NoReturn
 from kit.http_client import ConnectionFailed, HttpClient, Response, ResponseTimeout
 from kit.types import Json
 from trainer.engines import vllm_log
+from trainer.engines.vllm_args import KERNELS
 from trainer.errors import BadRequest, NotFound, TrainerError, WorkerDied
 from trainer.processes import large_json
 from trainer.processes.process_group import members
@@ -38,7 +39,7 @@ class VllmProcess:
         self.log = log
         self._program = program
         self._process: asyncio.subprocess.Process | None = None
-        self._ended = self._stopped = False
+        self._ended = self._stopped = self._has_kernels = False
         self._log_start = 0
         self._directory: Path | None = None
         self._client = HttpClient()
@@ -90,6 +91,7 @@ class VllmProcess:
         self, arguments: list[str], environment: Mapping[str, str]
     ) -> asyncio.subprocess.Process:
         self._log_start = self.log.stat().st_size if self.log.exists() else 0
+        self._has_kernels = KERNELS in arguments
         if self._stopped:
             raise WorkerDied("vLLM was stopped before it started")
         with open_log(self.log) as log:
@@ -218,7 +220,8 @@ class VllmProcess:
 
     @property
     def died_in_our_kernels(self) -> bool:
-        return self.started and not self.running and vllm_log.names_our_kernels(self._lines())
+        died = self._has_kernels and self.started and not self.running
+        return died and vllm_log.names_our_kernels(self._lines())
 
     async def _wait_until_ready(self, reserved: asyncio.Event) -> None:
         started = logged = time.monotonic()

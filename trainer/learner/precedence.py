@@ -1,9 +1,10 @@
-"""`Precedence`: whether gradients or requests come first on a GPU that learner and engine share.
+"""`Precedence`: how much of a GPU the learner takes from the engine that it shares it with.
 
-Requests do, as long as the engine is the slower of the two. Once the next step's request waits, the
-learner is: whatever is sampled sooner only waits longer to be trained, and once all runs that may
-be sampled ahead have begun, the engine's batches become small. From then on the learner computes at
-the engine's priority.
+Behind every request the learner may be the slower of the two. Then steps wait to be trained, the
+runs that may be sampled ahead have all begun, and the engine's batches become small. At the
+engine's priority the engine may be the slower one, and the learner waits for its next step. So some
+rows of a step are computed at the one priority and some at the other: as many as it takes for the
+next step's request to arrive in the middle of a step.
 
 Only with CUDA MPS: otherwise a GPU computes for one process at a time.
 """
@@ -19,16 +20,22 @@ from trainer.processes.mps import PRIORITY_VARIABLE
 
 logger = logging.getLogger(__name__)
 LOWEST = 0  # every stream's priority by default; lower numbers come first
+GAIN = 0.5  # of the share of rows: half of it is added after a step in which the next always waits
 
 
 class Precedence:
-    """Changes the priority of the learner's stream."""
+    """Changes the priority of the learner's stream from row to row."""
 
     def __init__(self, change: Callable[[int], None], engine: int) -> None:
         """`engine` is the priority of the engine's streams."""
         self._change = change
         self._engine = engine
         self._now = LOWEST
+        self._share = 0.0
+        """Of the rows, how many are computed at the engine's priority."""
+        self._due = 0.0
+        self._rows = self._waited = 0
+        """Rows of the step so far, and those for which the next step's request was there."""
 
     @classmethod
     def from_environment(cls, device: torch.device) -> Self | None:
@@ -40,9 +47,22 @@ class Precedence:
         torch.cuda.set_stream(stream)
         return cls(_changing(stream.cuda_stream), int(engine))
 
-    def take(self, waits: bool) -> None:
-        """Compute at the engine's priority if the next step waits, otherwise at the lowest one."""
-        wanted = self._engine if waits else LOWEST
+    def next_step(self) -> None:
+        """Choose the share of rows for a step by what was seen in the one before."""
+        if self._rows:
+            moved = self._share + GAIN * (self._waited / self._rows - 0.5)
+            self._share = min(1.0, max(0.0, moved))
+            logger.info("rows at the engine's priority: %.0f%%", 100 * self._share)
+        self._rows = self._waited = 0
+
+    def next_row(self, waits: bool) -> None:
+        """Choose the priority of a row; `waits` is whether the next step's request is there."""
+        self._rows += 1
+        self._waited += waits
+        self._due += self._share
+        ours = self._due >= 1
+        self._due -= ours
+        wanted = self._engine if ours else LOWEST
         if wanted != self._now:
             self._change(wanted)
             self._now = wanted

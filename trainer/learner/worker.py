@@ -91,8 +91,7 @@ def reading(
 ) -> Callable[..., Any]:
     """Read a request's groups for `train` from their file, which only the server's machine has.
 
-    A single process also prepares the next request while it trains, if that is journaled by then,
-    and takes precedence over sampling.
+    A single process also prepares the next request while it trains, if that is journaled by then.
     """
 
     def prepare(path: Path) -> Ready | None:
@@ -108,15 +107,17 @@ def reading(
         path = Path(request)
         following = next_request(path) if learner.world.size == 1 else None
 
-        def look() -> None:
+        def before_row() -> None:
             waits = ahead.look(following)
             if precedence:
-                precedence.take(waits)
+                precedence.next_row(waits)
 
-        learner.before_row = look
+        if precedence:
+            precedence.next_step()
+        learner.before_row = before_row
         for row in train(groups=ahead.take(path) or groups_of(path), **params):
             yield row
-            look()
+            ahead.look(following)
 
     return call
 

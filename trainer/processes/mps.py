@@ -20,10 +20,10 @@ from trainer.processes.worker import environment_without_keys, open_log
 logger = logging.getLogger(__name__)
 PROGRAM = "nvidia-cuda-mps-control"
 READY_WITHIN = 20.0  # seconds
-# The priority of the engine's streams, which both processes know: `in_vllm/stream_priority.py` sets
-# it, and the learner takes it as long as the next step waits (`trainer/learner/precedence.py`). The
-# learner's share of the GPU (`CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`) must not be set: with 70 % its
-# logprobs were wrong, and soon NaN (torch 2.11 on an H200).
+# The priority of the engine's streams. `in_vllm/stream_priority.py` sets it, and the learner takes
+# it for some of its rows (`trainer/learner/precedence.py`). The learner's part of the GPU must not
+# be limited (`CUDA_MPS_ACTIVE_THREAD_PERCENTAGE`): with 70 % its logprobs were wrong, and soon NaN
+# (torch 2.11 on an H200).
 PRIORITY_VARIABLE = "ART_ENGINE_PRIORITY"
 BY_STREAMS = {PRIORITY_VARIABLE: "-1"}
 # A vLLM whose streams are as they are comes before every stream of such a process.
