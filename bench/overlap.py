@@ -219,6 +219,17 @@ def both(first: list[Interval], second: list[Interval]) -> float:
     )
 
 
+def parts(busy: dict[str, list[Interval]]) -> Iterator[str]:
+    """Say of each step how long the learner waited and trained, and beside how many requests."""
+    before = None
+    for number, (begin, end) in enumerate(sorted(busy["learner"]), 1):
+        waited, before = begin - (before or begin), end
+        beside = [(max(a, begin), min(b, end)) for a, b in busy["engine"] if a < end and b > begin]
+        requests = seconds(beside) / (end - begin)
+        trained = f"trained {end - begin:.1f} s beside {requests:.0f} requests"
+        yield f"step {number}: waited {waited:.1f} s, {trained}"
+
+
 def measure(arguments: argparse.Namespace, engine: str, table: Table) -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
@@ -243,7 +254,7 @@ def measure(arguments: argparse.Namespace, engine: str, table: Table) -> None:
                 if pin:
                     settings["pin_runs"] = True
                 rows, busy = run(arguments, directory, name, **settings)
-                print(f"{engine}, {name}: {medians(rows)}", flush=True)
+                print(f"{engine}, {name}: {medians(rows)}", *parts(busy), sep="\n", flush=True)
                 ends = sorted(end for _, end in busy["learner"])
                 begin, end = ends[0], ends[-2 - ahead]
                 wall, counted = end - begin, len(ends) - 2 - ahead
