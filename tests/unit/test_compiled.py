@@ -2,6 +2,7 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from trainer.config import LoraConfig
 from trainer.learner.gradient import row_logprobs
 from trainer.learner.pack import Row, pack
 from trainer.learner.prefix_tree import Sample
+from trainer.policy import model
 from trainer.policy.compiled import CompiledLayers
 from trainer.policy.model import Policy, load_model, lora_state
 
@@ -74,3 +76,28 @@ def gradients(policy: Policy, row: Row) -> dict[str, Tensor]:
     trained = policy.trainable()
     found = torch.autograd.grad(loss, list(trained.values()))
     return dict(zip(trained, found, strict=True))
+
+
+def test_layers_in_fp8_bring_a_head_in_fp8_for_gradients(
+    policy: Policy, row: Row, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = torch.randn(32, 8)
+    layers = CompiledLayers([], policy.architecture, fp8=True)
+    with torch.no_grad():
+        assert layers.head_columns(head) is None
+    columns = layers.head_columns(head)
+    assert columns and layers.head_columns(head) is columns
+    assert CompiledLayers([], policy.architecture).head_columns(head) is None
+
+    seen: list[Any] = []
+
+    def logprobs(*given: Any, fp8: Any, **named: Any) -> tuple[Tensor, Tensor]:
+        seen.append(fp8)
+        return torch.zeros(1), torch.zeros(1)
+
+    monkeypatch.setattr(model, "chosen_logprobs", logprobs)
+    row_logprobs(policy, row)
+    policy.compiled = CompiledLayers(policy.layers, policy.architecture, backend="eager")
+    monkeypatch.setattr(policy.compiled, "head_columns", lambda head: columns)
+    row_logprobs(policy, row)
+    assert seen == [None, columns]

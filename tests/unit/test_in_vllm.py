@@ -334,6 +334,7 @@ def test_what_the_kernel_does_not_fit_stays_with_vllm() -> None:
 
 def test_vllms_streams_get_the_priority_that_the_learner_knows() -> None:
     made: list[tuple[int, dict[str, Any]]] = []
+    calls: list[Any] = []
 
     class Stream:
         def __new__(cls, device: Any = None, priority: int = 0, **others: Any) -> Any:
@@ -343,18 +344,24 @@ def test_vllms_streams_get_the_priority_that_the_learner_knows() -> None:
         def __init__(self, *given: Any, **named: Any) -> None:
             pass
 
+        def wait_stream(self, other: Any) -> None:
+            calls.append(("waits for", other))
+
     class Worker:
         def init_device(self) -> None:
-            self.device = "there"
+            calls.append("initialized")
 
-    current: list[Any] = []
-    cuda = SimpleNamespace(Stream=Stream, set_stream=current.append)
+    def set_stream(stream: Any) -> None:
+        assert isinstance(stream, Stream)
+        calls.append("set")
+
+    cuda = SimpleNamespace(Stream=Stream, set_stream=set_stream, current_stream=lambda: "default")
     stream_priority.install(Worker, cuda, -1)
-    worker = Worker()
-    worker.init_device()
-    assert worker.device == "there"
-    assert isinstance(current.pop(), Stream) and made.pop() == (-1, {})
+    Worker().init_device()
+    assert calls == ["initialized", ("waits for", "default"), "set"] and made.pop() == (-1, {})
     Stream("a device", -3)
-    Stream(priority=-2)
+    Stream(priority=0)
+    Stream(device="a device")
     Stream(stream_id=7, device_index=0, device_type=1)  # as torch returns the current one
-    assert made == [(-3, {}), (-2, {}), (0, {"stream_id": 7, "device_index": 0, "device_type": 1})]
+    names = {"stream_id": 7, "device_index": 0, "device_type": 1}
+    assert made == [(-3, {}), (0, {}), (-1, {}), (0, names)]

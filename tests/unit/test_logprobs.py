@@ -45,7 +45,7 @@ def test_logits_far_apart_neither_overflow_nor_lose_the_target() -> None:
     assert entropies.item() == pytest.approx(0.0, abs=1e-2)
 
 
-@pytest.mark.parametrize("scale", [0.3, 3.0, 12.0])
+@pytest.mark.parametrize("scale", [0.3, 3.0, 8.0])
 def test_a_head_in_fp8_changes_no_logprob_and_hardly_the_gradient(
     scale: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -61,6 +61,10 @@ def test_a_head_in_fp8_changes_no_logprob_and_hardly_the_gradient(
     targets[::2] = (hidden @ head.t()).argmax(-1)[::2]  # half are likely words
     columns = logprobs.fp8_columns(head)
     assert columns and [len(scales[0]) for _, scales in columns] == [64, 64, 64]
+
+    exact = hidden.double().requires_grad_()
+    expected = (exact @ head.double().t()).log_softmax(-1).gather(1, targets[:, None])
+    expected.sum().backward()
     gradients, values = [], []
     for fp8 in (None, columns):
         given = hidden.clone().requires_grad_()
@@ -69,9 +73,11 @@ def test_a_head_in_fp8_changes_no_logprob_and_hardly_the_gradient(
         values.append(found.detach())
         gradients.append(given.grad)
     assert values[0].equal(values[1])
-    exact, rounded = gradients
-    error = (rounded - exact).norm(dim=1) / exact.norm(dim=1)
-    assert error.mean() < 0.05 and error.max() < 0.1
+    assert not gradients[0].equal(gradients[1])
+    error = (gradients[1] - exact.grad).norm(dim=1) / exact.grad.norm(dim=1)
+    # Where all but 1e-5 is certain, fp32 itself does not know the rest.
+    known = (1 - expected.exp())[:, 0] > 1e-5
+    assert known.sum() > 50 and error[known].mean() < 0.03 and error[known].max() < 0.06
 
 
 def test_a_vocabulary_that_fp8_products_do_not_take_stays_as_it_is() -> None:

@@ -1,12 +1,15 @@
 """`--mps`: the daemon that joins engine and learner, with a stand-in for NVIDIA's program."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kit.errors import ConfigError
 from tests.processes import descendants, wait_until_gone
 from trainer.config import ServerConfig
+from trainer.engines.choose import has_stream_priority
+from trainer.engines.vllm_args import EXTENSION, KERNELS, WITHOUT_KERNELS
 from trainer.errors import TrainerError
 from trainer.processes.mps import PROGRAM, Mps
 from trainer.server.workers import Workers
@@ -60,3 +63,20 @@ async def test_mps_without_the_program_or_a_shared_gpu_is_refused(
     config = ServerConfig(state_dir=str(tmp_path), mps=True)
     with pytest.raises(ConfigError, match="share no GPU"):
         await Workers(config).start("tiny-random", {})
+
+
+@pytest.mark.parametrize(
+    ("engine", "own", "later", "expected"),
+    [
+        ("vllm", {}, {}, True),
+        ("vllm", {EXTENSION: KERNELS}, {}, True),
+        ("vllm", {EXTENSION: WITHOUT_KERNELS}, {}, True),
+        ("vllm", {EXTENSION: ""}, {}, False),
+        ("vllm", {}, {EXTENSION: "mine.Worker"}, False),
+        ("embedded", {}, {}, False),
+    ],
+)
+def test_only_an_engine_with_our_extension_has_a_priority(
+    engine: Any, own: dict[str, Any], later: dict[str, Any], expected: bool
+) -> None:
+    assert has_stream_priority(ServerConfig(engine=engine, engine_args=own), later) is expected

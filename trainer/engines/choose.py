@@ -111,6 +111,16 @@ def engine_kind(config: ServerConfig) -> Literal["vllm", "embedded"]:
     return "vllm" if has_cuda() and (config.vllm or _is_installed("vllm")) else "embedded"
 
 
+def has_stream_priority(config: ServerConfig, more: Json) -> bool:
+    """Return whether this engine loads what gives its streams a priority.
+
+    A user's own extension of vLLM's workers takes the place of ours.
+    """
+    extension = {**config.engine_args, **more}.get(vllm_args.EXTENSION, vllm_args.KERNELS)
+    ours = (vllm_args.KERNELS, vllm_args.WITHOUT_KERNELS)
+    return engine_kind(config) == "vllm" and extension in ours
+
+
 def vllm_program(setting: str | None) -> list[str]:
     """Return the command that starts vLLM, without vLLM's arguments.
 

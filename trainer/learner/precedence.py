@@ -20,7 +20,7 @@ from trainer.processes.mps import PRIORITY_VARIABLE
 
 logger = logging.getLogger(__name__)
 LOWEST = 0  # every stream's priority by default; lower numbers come first
-GAIN = 0.5  # of the share of rows: half of it is added after a step in which the next always waits
+GAIN = 0.5  # a step changes the share of rows by at most half of this
 
 
 class Precedence:
@@ -32,7 +32,7 @@ class Precedence:
         self._engine = engine
         self._now = LOWEST
         self._share = 0.0
-        """Of the rows, how many are computed at the engine's priority."""
+        """The share of rows that are computed at the engine's priority."""
         self._due = 0.0
         self._rows = self._waited = 0
         """Rows of the step so far, and those for which the next step's request was there."""

@@ -224,7 +224,7 @@ def main(given: list[str] | None = None) -> None:
         follow(world, calls)
     if world.size > 1:
         calls = {name: broadcast_call(world, name, handler) for name, handler in calls.items()}
-    precedence = Precedence.from_environment(device)
+    precedence = Precedence.from_environment(device) if world.size == 1 else None
     serve({**calls, "train": reading(calls["train"], learner, precedence)})
 
 

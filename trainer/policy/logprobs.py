@@ -22,6 +22,7 @@ from trainer.policy.kernels.fp8 import LARGEST, quantised_rows, scaled_product
 CHUNKS = {"cpu": (1024, 16_384), "cuda": (8192, 38_016)}
 TILE_TOKENS = 128  # of a GPU's product; tokens are padded to a multiple
 FP8_WORDS = 16  # an fp8 product needs a multiple of these
+SMALLEST_REST = -80.0  # the odds of words further below the likeliest one are zero in fp32
 Columns = tuple[Tensor, Tensor]  # a chunk of the head [D, C] in fp8, and its scales [1, D]
 
 
@@ -81,11 +82,12 @@ def _update(
         if columns is None:
             part = odds.to(hidden.dtype) @ weights
         else:
-            # `_finish` adds the target. Of a confident token all but a small rest cancels out, and
-            # rounding the target's odds would change that rest.
-            words = torch.arange(len(weights), device=odds.device)
-            rounded = (torch.where(words == local[:, None], 0.0, odds) * LARGEST).to(FP8)
-            scales = torch.full_like(peak, 1 / LARGEST)[:, None]
+            # `_finish` adds the target. A confident token's gradient is a small difference of large
+            # terms, which rounding the target's odds, or all others to zero, would swamp.
+            target = torch.arange(len(weights), device=odds.device) == local[:, None]
+            rest = logits.masked_fill(target, float("-inf")).amax(dim=-1)
+            scales = (rest - peak).clamp(min=SMALLEST_REST).exp()[:, None] / LARGEST
+            rounded = (odds.masked_fill(target, 0.0) / scales).to(FP8)
             part = scaled_product(rounded, scales, *columns, hidden.dtype)
         mean = mean * shrink[:, None] + part
     # Take the target's logit from the same rounded logits as the normaliser, as a sampler does.
@@ -109,13 +111,14 @@ def _finish(
     `without_target` is whether `mean` leaves the target out.
     """
     normaliser = highest + total.log()
-    logprobs, direction = picked - normaliser, None
+    direction = None
     if mean is not None:
         chosen = head[targets].float()
         if without_target:
-            chosen = chosen * -logprobs.expm1()[:, None]  # 1 - p
+            # 1 - p, from differences that are exact where p is close to 1.
+            chosen = chosen * -((picked - highest) - total.log()).expm1()[:, None]
         direction = chosen - mean / total[:, None]
-    return logprobs, normaliser - weighted / total, normaliser, direction
+    return picked - normaliser, normaliser - weighted / total, normaliser, direction
 
 
 def _scale(grad: Tensor, direction: Tensor, dtype: torch.dtype) -> Tensor:

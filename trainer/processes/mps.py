@@ -26,7 +26,7 @@ READY_WITHIN = 20.0  # seconds
 # (torch 2.11 on an H200).
 PRIORITY_VARIABLE = "ART_ENGINE_PRIORITY"
 BY_STREAMS = {PRIORITY_VARIABLE: "-1"}
-# A vLLM whose streams are as they are comes before every stream of such a process.
+# For an engine without these priorities: all of the learner's streams come after the engine's.
 BEHIND = {"CUDA_MPS_CLIENT_PRIORITY": "1"}
 
 

@@ -13,7 +13,7 @@ from kit.types import Json
 from trainer.base_model.resolve import resolve
 from trainer.base_model.tokenizer import Tokenizer
 from trainer.config import ServerConfig
-from trainer.engines.choose import create_engine, with_gpus_assigned
+from trainer.engines.choose import create_engine, has_stream_priority, with_gpus_assigned
 from trainer.engines.engine import Delta, Engine, SampleRequest, sample_with_retries
 from trainer.engines.gpus import gpus_are_shared, has_cuda
 from trainer.engines.vllm_args import EXTENSION
@@ -90,6 +90,11 @@ class Workers:
         """Start engine and learner at once; later, only pass `engine_args` on to the engine."""
         if self._started:
             if {**self._engine_args, **engine_args} != self._engine_args:
+                if self._mps and EXTENSION in engine_args:
+                    raise Conflict(
+                        f"`engine_args.{EXTENSION}` cannot be set any more, because of `--mps`",
+                        hint="Set it with `--engine-args` when the server starts",
+                    )
                 async with self.gate.closed():  # the engine may have to restart
                     await self._started.engine.configure(engine_args)
                     self._engine_args |= engine_args
@@ -104,9 +109,8 @@ class Workers:
         await self._start_mps(shared=shared, log=logs / "mps.log")
         if self._mps:
             variables |= self._mps.environment
-            # A user's own extension of vLLM's workers takes the place of ours.
-            own = EXTENSION in {**config.engine_args, **engine_args}
-            variables |= {} if own else mps.BY_STREAMS
+            if has_stream_priority(config, engine_args):
+                variables |= mps.BY_STREAMS
         reserved = asyncio.Event()
         engine = create_engine(
             config,

@@ -30,6 +30,7 @@ from vllm.lora.punica_wrapper.punica_gpu import PunicaWrapperGPU  # noqa: E402
 from vllm.model_executor.models import registry  # noqa: E402
 from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.attention.backends import flash_attn  # noqa: E402
+from vllm.v1.worker import gpu_worker  # noqa: E402
 from vllm.v1.worker.gpu import buffer_utils  # noqa: E402
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers  # noqa: E402
 from vllm.v1.worker.gpu.sample import logprob, sampler  # noqa: E402
@@ -56,6 +57,8 @@ REPLACED = {
     "PunicaWrapperGPU.add_lora_linear": (PunicaWrapperGPU, "add_lora_linear"),
     "sampler.gumbel_sample": (sampler, "gumbel_sample"),
     "logprob.compute_token_logprobs": (logprob, "compute_token_logprobs"),
+    "Worker.init_device": (gpu_worker.Worker, "init_device"),
+    "torch.cuda.Stream.__new__": (torch.cuda.Stream, "__new__"),
 }
 
 
@@ -103,7 +106,7 @@ def loading(config: VllmConfig) -> dict[str, Any]:
     wrapper.init_worker([{"vllm_config": config, **others}])
     return {
         "worker is extended": isinstance(wrapper.worker, sys.modules["gpu_kernels"].Worker),
-        "warnings": [message for message in warnings if "without our" in message],
+        "warnings": [it for it in warnings if "without our" in it or "no priority" in it],
         "not replaced": [name for name, place in REPLACED.items() if own[name] is getattr(*place)],
     }
 

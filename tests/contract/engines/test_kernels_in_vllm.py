@@ -11,6 +11,7 @@ import pytest
 from tests.environments import triton_of_vllm
 from tests.serving import vllm_python
 from trainer.engines.vllm_args import EXTENSION, IN_VLLM, KERNELS
+from trainer.processes.mps import BY_STREAMS
 
 Facts = dict[str, Any]
 ROUNDING = 1e-3  # of fp16, relative to the result; also with an fp8 cache, as both read the same
@@ -20,9 +21,10 @@ ROUNDING = 1e-3  # of fp16, relative to the result; also with an fp8 cache, as b
 def facts() -> Facts:
     python = vllm_python()
     path = os.pathsep.join(map(str, (triton_of_vllm(python), IN_VLLM)))
+    variables = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [python, Path(__file__).with_name("kernels_in_vllm.py"), json.dumps({EXTENSION: KERNELS})],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
+        env={**os.environ, **BY_STREAMS, **variables, "PYTHONPATH": path},
         capture_output=True,
         text=True,
     )

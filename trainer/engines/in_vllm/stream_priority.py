@@ -20,21 +20,23 @@ class Worker:
 
 
 def install(worker: Any, cuda: Any, priority: int) -> None:
-    """Give the streams of `worker`, a class, this priority unless they ask for one."""
+    """Give streams this priority unless one is requested, and `worker`, a class, such a stream."""
     own_stream, own_init = cuda.Stream.__new__, worker.init_device
 
-    def stream(cls: Any, device: Any = None, asked: int = 0, **others: Any) -> Any:
-        chosen = others.pop("priority", asked)
-        if not others:  # others name a stream that exists
-            chosen = chosen or priority
-        return own_stream(cls, device, chosen, **others)
+    def create(cls: Any, device: Any = None, requested: int | None = None, **others: Any) -> Any:
+        requested = others.pop("priority", requested)
+        if requested is None:
+            requested = 0 if others else priority  # others name a stream that exists
+        return own_stream(cls, device, requested, **others)
 
     def init_device(self: Any) -> None:
         own_init(self)
         # The default stream has the lowest priority for good. vLLM leaves it too, but later.
-        cuda.set_stream(cuda.Stream())
+        stream = cuda.Stream()
+        stream.wait_stream(cuda.current_stream())
+        cuda.set_stream(stream)
 
-    cuda.Stream.__new__ = staticmethod(stream)
+    cuda.Stream.__new__ = staticmethod(create)
     worker.init_device = init_device
 
 
@@ -44,4 +46,4 @@ if os.environ.get(VARIABLE):
 
         install(GpuWorker, torch.cuda, int(os.environ[VARIABLE]))
     except (ImportError, AttributeError) as error:
-        logger.warning("computing beside the learner, not before it: %s", error)
+        logger.warning("vLLM has no priority, so the learner may compute before it: %s", error)
