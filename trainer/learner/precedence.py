@@ -1,10 +1,10 @@
 """`Precedence`: how much of a GPU the learner takes from the engine that it shares it with.
 
-Behind every request the learner may be the slower of the two. Then steps wait to be trained, the
-runs that may be sampled ahead have all begun, and the engine's batches become small. At the
-engine's priority the engine may be the slower one, and the learner waits for its next step. So some
-rows of a step are computed at the one priority and some at the other: as many as it takes for the
-next step's request to arrive in the middle of a step.
+A learner that comes behind every request may be the slower of the two. Then steps wait to be
+trained, the runs that may be sampled ahead have all begun, and the engine's batches become small.
+With the engine's priority the learner may be the faster one, and waits for its next step. So it
+computes some rows at one priority and some at the other, and adjusts their share until the next
+step's request arrives in the middle of a step.
 
 Only with CUDA MPS: otherwise a GPU computes for one process at a time.
 """
