@@ -90,7 +90,8 @@ class Workers:
         """Start engine and learner at once; later, only pass `engine_args` on to the engine."""
         if self._started:
             if {**self._engine_args, **engine_args} != self._engine_args:
-                if self._mps and EXTENSION in engine_args:
+                before = {**self._config.engine_args, **self._engine_args}.get(EXTENSION)
+                if self._mps and engine_args.get(EXTENSION, before) != before:
                     raise Conflict(
                         f"`engine_args.{EXTENSION}` cannot be set any more, because of `--mps`",
                         hint="Set it with `--engine-args` when the server starts",
